@@ -1,0 +1,51 @@
+"""What every test shares: the hypothesis profile, the prompts of tests/data and the real model, loaded once."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from jacobi_decoding.loading import LoadedModel
+
+# Nothing is fetched at run time; without this a mistyped model name would try the network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+settings.register_profile(
+    "jacobi", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+settings.load_profile("jacobi")
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = Path(__file__).resolve().parent / "data"
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[dict[str, Any]]:
+    """The prompts of tests/data/prompts.jsonl: dicts with id, kind and prompt."""
+    with (DATA / "prompts.jsonl").open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines if line.strip()]
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> LoadedModel:
+    """SmolLM2-135M-Instruct in float32 with its tokenizer; shared, so leave its weights and config as found."""
+    from jacobi_decoding.loading import load_model
+
+    return load_model(None, "float32")
+
+
+@pytest.fixture
+def torch_threads() -> Any:
+    """torch.set_num_threads, put back after the test."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
