@@ -219,11 +219,6 @@ def _sampling(op: str, batch: Any, vocab: Any, args: tuple[Tensor | None, ...]) 
         if t is not None:
             _dtype(op, arg, t, dtype)
             _shape(op, arg, t, "[B]", (batch,))
-    torch._check(temperature is None or seeds is not None, lambda: f"{op}: seeds must be given with temperature")
-    torch._check(
-        (top_k is None and top_p is None) or logits_scratch is not None,
-        lambda: f"{op}: logits_scratch [rows, vocab_size] must be given with top_k or top_p",
-    )
     if logits_scratch is not None:
         _dtype(op, "logits_scratch", logits_scratch, torch.float32)
         _shape(op, "logits_scratch", logits_scratch, "[rows, vocab_size]", ("*", vocab))

@@ -254,9 +254,9 @@ def argmax_verify(
     top_p : Tensor, optional
         ``[B]`` float32; 1 is off.
     seeds : Tensor, optional
-        ``[B]`` int64, see :func:`jacobi_kernels.sampling.row_seeds`; needed with ``temperature``.
+        ``[B]`` int64, see :func:`jacobi_kernels.sampling.row_seeds`; needed when a temperature is above 0.
     logits_scratch : Tensor, optional
-        ``[R, V]`` float32, R <= 16, mutated; needed with ``top_k`` or ``top_p``.
+        ``[R, V]`` float32, 2 <= R <= 16, mutated; needed when a row that samples uses top-k or top-p.
 
     Returns
     -------

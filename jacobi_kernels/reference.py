@@ -242,7 +242,8 @@ def accept(
     fixed_point = torch.zeros_like(num_accepted, dtype=torch.bool)
     for b, paths in enumerate(segment_paths(segments, cu_segments)):
         lengths = segments[bounds[b] : bounds[b + 1], 1].tolist()
-        given = {row for run in final_runs(paths, lengths, num_final, b) for row in run}
+        final = 1 if num_final is None else max(int(num_final[b]), 1)
+        given = {row for path in root_paths(paths, lengths) for row in path[:final]}
         best: list[int] = []
         for s, path in enumerate(paths):
             count = 0
@@ -258,10 +259,9 @@ def accept(
     return accepted_rows, num_accepted, fixed_point
 
 
-def final_runs(paths: list[list[int]], lengths: list[int], num_final: Tensor | None, b: int) -> list[list[int]]:
-    """Rows that need no verification: the first tokens of each root, a segment with no query token before it."""
-    final = 1 if num_final is None else max(int(num_final[b]), 1)
-    return [path[:final] for path, length in zip(paths, lengths, strict=True) if len(path) == length]
+def root_paths(paths: list[list[int]], lengths: list[int]) -> list[list[int]]:
+    """The rows of each root, a segment with no query token before it."""
+    return [path for path, length in zip(paths, lengths, strict=True) if len(path) == length]
 
 
 def argmax_verify(
@@ -293,7 +293,8 @@ def argmax_verify(
     all_paths = segment_paths(segments, cu_segments)
     for b, seen in enumerate(row_paths(segments, cu_segments)):
         lengths = segments[bounds[b] : bounds[b + 1], 1].tolist()
-        silent = {row for run in final_runs(all_paths[b], lengths, num_final, b) for row in run[:-1]}
+        final = 1 if num_final is None else max(int(num_final[b]), 1)
+        silent = {row for path in root_paths(all_paths[b], lengths) for row in path[: final - 1]}
         for row, path in seen.items():
             if row in silent:
                 continue
