@@ -1,7 +1,7 @@
 """The command ``jacobi``. Its subcommands register in the entry-point group ``jacobi.commands``.
 
-A command is a module with a docstring (its first line is the help), ``add_arguments(parser)`` and ``run(args)``, which returns an
-exit code or None for 0. It imports what is slow inside ``run``, so that help and argument errors stay instant.
+A command is a module with a docstring (its first line is the help), ``add_arguments(parser)`` and ``run(args)``, which
+returns an exit code or None for 0. It imports what is slow inside ``run``: help and argument errors are instant.
 
 Exit codes: 0 done; 1 a defect of ours; 2 something the user can put right; 130 interrupted.
 """

@@ -1,0 +1,166 @@
+"""Decode built-in prompts token by token and by blocks, with the same kernels, and compare.
+
+For each prompt: the answer, whether both ways gave the same tokens, forwards, tokens per forward and seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from jacobi_decoding.cli import CommandError, note
+from jacobi_decoding.cli import arguments as shared
+
+PROMPTS = (
+    ("code", "Write a Python function that returns the n-th Fibonacci number."),
+    ("code", "Add a docstring to this function and show it whole:
+
+def area(width, height):
+    return width * height"),
+    ("code", "Write a Python class Stack with the methods push, pop and is_empty."),
+    ("maths", "A shop sells pens at $2 each. Tom buys 7 pens and pays with a $20 bill. How much change does he get?"),
+    ("maths", "List the multiples of 6 from 6 to 60, one per line."),
+    ("chat", "Explain in three sentences why the sky is blue."),
+    ("chat", "Give me five tips for learning a new language."),
+)
+TOKEN_BY_TOKEN = {"block_size": 1, "blocks": 1, "candidates": 0, "pool_from_prompt": False}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_model_arguments(parser)
+    shared.add_device_argument(parser)
+    shared.add_block_arguments(parser)
+    parser.add_argument(
+        "--max-new-tokens", type=shared.integer(1), default=96, metavar="N", help="per prompt (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--limit", type=shared.integer(1), metavar="N", help=f"take the first N of the {len(PROMPTS)} prompts only"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the results to FILE as well")
+
+
+def run(args: argparse.Namespace) -> int:
+    target = Path(args.json) if args.json else None
+    if target and not target.absolute().parent.is_dir():
+        raise CommandError(f"folder {str(target.absolute().parent)!r} does not exist; create it or change --json")
+    shared.set_threads(args)
+    note("loading the model")
+    loaded = shared.load(args)
+    from jacobi_decoding import JacobiDecoder
+
+    decoder = JacobiDecoder(loaded.model, loaded.tokenizer)
+    blocks = {name: getattr(args, name) for name in TOKEN_BY_TOKEN}
+    _decode(decoder, loaded.tokenizer, PROMPTS[0][1], 4, blocks)  # first use of code and weights, not timed
+
+    prompts = PROMPTS[: args.limit]
+    rows: list[dict[str, Any]] = []
+    totals = [0, 0]  # tokens and forwards of the decode steps
+    for index, (kind, prompt) in enumerate(prompts):
+        note(f"prompt {index + 1} of {len(prompts)} ({kind})")
+        ids_ar, stats_ar = _decode(decoder, loaded.tokenizer, prompt, args.max_new_tokens, TOKEN_BY_TOKEN)
+        ids, stats = _decode(decoder, loaded.tokenizer, prompt, args.max_new_tokens, blocks)
+        row = _row(loaded.tokenizer, prompt, ids_ar, stats_ar, ids, stats)
+        rows.append(row)
+        totals[0] += stats["decode_tokens"]
+        totals[1] += stats["decode_forwards"]
+        _print_answer(kind, row)
+    result = {"model": loaded.name, "tokens_per_forward": totals[0] / max(totals[1], 1), "prompts": rows}
+    _print_table(prompts, result, args)
+    if target:
+        _write(target, result)
+        note(f"results are in {target}")
+    return 0 if all(row["identical"] for row in rows) else 1
+
+
+def _decode(
+    decoder: Any, tokenizer: Any, prompt: str, max_new_tokens: int, blocks: dict[str, Any]
+) -> tuple[list[int], dict[str, Any]]:
+    import torch
+
+    ids = shared.prompt_ids(tokenizer, prompt, raw=False)
+    sequences, stats = decoder.generate(
+        torch.tensor([ids]), max_new_tokens=max_new_tokens, do_sample=False, return_stats=True, **blocks
+    )
+    return sequences[0, len(ids) :].tolist(), stats.to_dict()
+
+
+def _row(
+    tokenizer: Any, prompt: str, ids_ar: list[int], stats_ar: dict[str, Any], ids: list[int], stats: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "prompt": prompt,
+        "text_ar": tokenizer.decode(ids_ar, skip_special_tokens=True),
+        "text_jacobi": tokenizer.decode(ids, skip_special_tokens=True),
+        "identical": ids_ar == ids,
+        "forwards": stats["forwards"],
+        "tokens": stats["tokens"],
+        "tokens_per_forward": stats["tokens_per_forward"],
+        "seconds_ar": stats_ar["seconds"],
+        "seconds_jacobi": stats["seconds"],
+    }
+
+
+def _print_answer(kind: str, row: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.panel import Panel
+
+    title = f"{kind}: {escape(row['prompt'].splitlines()[0])}"
+    Console().print(Panel(escape(row["text_jacobi"].strip()), title=title, title_align="left"))
+
+
+def _print_table(prompts: tuple[tuple[str, str], ...], result: dict[str, Any], args: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title=f"{result['model']}, {args.dtype}: token by token against blocks of {args.block_size}, "
+        f"up to {args.blocks} open, {args.candidates} candidates"
+    )
+    for name in (
+        "",
+        "same tokens",
+        "tokens",
+        "forwards",
+        "tokens per forward",
+        "seconds, one by one",
+        "seconds, blocks",
+    ):
+        table.add_column(name, justify="right" if name else "left")
+    for (kind, _), row in zip(prompts, result["prompts"], strict=True):
+        table.add_row(
+            kind,
+            "yes" if row["identical"] else "NO",
+            str(row["tokens"]),
+            str(row["forwards"]),
+            f"{row['tokens_per_forward']:.2f}",
+            f"{row['seconds_ar']:.2f}",
+            f"{row['seconds_jacobi']:.2f}",
+        )
+    table.add_section()
+    rows = result["prompts"]
+    table.add_row(
+        "all",
+        f"{sum(row['identical'] for row in rows)} of {len(rows)}",
+        str(sum(row["tokens"] for row in rows)),
+        str(sum(row["forwards"] for row in rows)),
+        f"{result['tokens_per_forward']:.2f}",
+        f"{sum(row['seconds_ar'] for row in rows):.2f}",
+        f"{sum(row['seconds_jacobi'] for row in rows):.2f}",
+    )
+    Console().print(table)
+
+
+def _write(path: Path, result: dict[str, Any]) -> None:
+    """Written beside its place and renamed, so that a reader never sees half a file."""
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=path.absolute().parent, prefix=f".{path.name}.", delete=False
+    ) as file:
+        json.dump(result, file, ensure_ascii=False, indent=1)
+        file.write("\n")
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
