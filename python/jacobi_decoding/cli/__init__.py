@@ -12,7 +12,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import NoReturn
 
@@ -53,7 +53,7 @@ def make_parser() -> Parser:
     parser = Parser(prog="jacobi", description="Exact Jacobi (parallel) decoding of causal language models.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
-        module: ModuleType = entry.load()
+        module = _load(entry)
         description = (module.__doc__ or "").strip()
         command = commands.add_parser(
             entry.name,
@@ -64,6 +64,21 @@ def make_parser() -> Parser:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser
+
+
+def _load(entry: EntryPoint) -> ModuleType:
+    """The command's module; a command that does not import must not take the others with it."""
+    try:
+        return entry.load()
+    except Exception as error:
+        reason = f"command {entry.name!r} cannot be loaded ({error}); reinstall the package that provides it"
+        stub = ModuleType(entry.value, f"(cannot be loaded: {error})")
+
+        def run(args: argparse.Namespace) -> NoReturn:
+            raise CommandError(reason)
+
+        vars(stub).update(add_arguments=lambda parser: None, run=run)
+        return stub
 
 
 def fail(message: str) -> None:

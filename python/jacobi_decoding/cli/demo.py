@@ -19,7 +19,7 @@ PROMPTS = (
     ("code", "Write a Python function that returns the n-th Fibonacci number."),
     (
         "code",
-        "Add a docstring to this function and show it whole:\n\ndef area(width, height):\n    return width * height",
+        "Add a docstring to this function and show it all:\n\ndef area(width, height):\n    return width * height",
     ),
     ("code", "Write a Python class Stack with the methods push, pop and is_empty."),
     ("maths", "A shop sells pens at $2 each. Tom buys 7 pens and pays with a $20 bill. How much change does he get?"),
