@@ -1,0 +1,125 @@
+// The CPU kernels as a table of function pointers, one table per instruction set. No torch here: plain pointers and sizes.
+//
+// Every function works on a range of independent items, so that the caller decides on threads (parallel.h). The bits of an
+// item never depend on the range, the number of rows, the tile or the instruction set.
+#pragma once
+#include <stdint.h>
+
+#include "common/layout.h"
+
+namespace jacobi::cpu {
+
+enum class DType : int32_t { f32 = 0, bf16 = 1 };
+
+inline int64_t size_of(DType t) { return t == DType::f32 ? 4 : 2; }
+
+// y = x W^T + bias. W is packed in panels of 16 columns: w[panel][k][16], zero padded.
+struct LinearArgs {
+  const float* x;  // [rows, k], row stride x_stride
+  int64_t x_stride;
+  int64_t rows, k, n;
+  const void* w;  // [ceil(n / 16), k, 16] of w_type
+  DType w_type;
+  const void* bias;  // [n] of bias_type, or null
+  DType bias_type;
+  void* y;  // [rows, n] of y_type, row stride y_stride
+  DType y_type;
+  int64_t y_stride;
+};
+
+enum class Activation : int32_t { silu, gelu, gelu_tanh, quick_gelu, relu, relu2, sigmoid, tanh };
+
+// How to turn one row of logits into a token.
+struct Sampler {
+  float temperature = 0.0f;  // 0: greedy
+  int32_t top_k = 0;         // 0: off
+  float top_p = 1.0f;        // 1: off
+  uint64_t seed = 0;
+  int32_t position = 0;  // of the predicted token
+  bool filtered() const { return temperature > 0.0f && (top_k > 0 || top_p < 1.0f); }
+};
+
+struct HeadArgs {
+  const float* x;  // [rows, k] contiguous
+  int64_t rows, k, vocab;
+  const void* w;  // packed panels
+  DType w_type;
+  const void* bias;  // [vocab] or null
+  DType bias_type;
+  float scale, softcap;      // logit = softcap(scale * (x.w + bias)); softcap 0: off
+  const Sampler* samplers;   // [rows]
+};
+
+// Best token of each row over a range of panels: 16 lanes that are merged at the end by (value, lowest id).
+struct HeadBest {
+  float value[16];
+  int32_t id[16];
+};
+
+// Attention of one packed batch by block layout. The kernel file (attention.h) tells the tiling and the reduction order.
+struct AttentionArgs {
+  const void* q;  // [rows, heads, head_dim], row stride q_stride, heads dense
+  DType q_type;
+  int64_t q_stride;
+  void* out;  // [rows, heads, head_dim], row stride out_stride
+  DType out_type;
+  int64_t out_stride;
+  float* lse;  // [heads, rows] or null
+  // Keys and values: row r of sequence b lies at base + b * batch_stride + r * row_stride elements, or, with a page table,
+  // at base + page_table[b][r / page_size] * page_stride + (r % page_size) * row_stride; head h at + h * head_stride.
+  const void* k;
+  const void* v;
+  DType kv_type;
+  int64_t kv_batch_stride, kv_row_stride, kv_head_stride;
+  const int32_t* page_table;  // [batch, max_pages] or null
+  int64_t max_pages, page_size, kv_page_stride;
+  const int32_t* cache_seqlens;  // [batch] committed rows, or null (all 0)
+  const int32_t* cu_seqlens_q;   // [batch + 1]
+  const Segment* segments;
+  const int32_t* cu_segments;  // [batch + 1]
+  int64_t batch, heads, kv_heads, head_dim, rows;
+  float scale, softcap;
+  int64_t window;  // earlier keys seen, -1: all
+};
+
+struct Kernels {
+  const char* name;
+  // panels [begin, end) of y = x W^T + bias
+  void (*linear)(const LinearArgs&, int64_t begin, int64_t end);
+  // panels [begin, end) of the logits, folded into best[rows] (which the caller initialises with head_init)
+  void (*head)(const HeadArgs&, HeadBest* best, int64_t begin, int64_t end);
+  // the tokens of best[parts][rows], whose parts are disjoint ranges of panels
+  void (*head_finish)(const HeadBest* best, int64_t parts, int64_t rows, int32_t* tokens);
+  // one token from one row of final logits [vocab] under a filtered sampler; logits and scratch [vocab] are overwritten
+  int32_t (*filtered_sample)(const Sampler&, float* logits, int32_t* scratch, int64_t vocab);
+  // logit = softcap(scale * logit) in place
+  void (*logit_transform)(float* logits, int64_t n, float scale, float softcap);
+  void (*activation)(Activation, const void* x, void* y, DType, int64_t n);
+  // y[i] = silu(gate[i]) * up[i]
+  void (*silu_mul)(const float* gate, const float* up, float* y, int64_t n);
+  void (*add)(const float* x, float* y, int64_t n);  // y += x
+  // y = x / sqrt(mean(x^2) + eps) * weight, one row of n; x and y may be the same
+  void (*rms_norm)(const float* x, const void* weight, DType weight_type, float eps, float* y, int64_t n);
+  void (*widen)(const void* x, DType, float* y, int64_t n);   // to float
+  void (*narrow)(const float* x, void* y, DType, int64_t n);  // from float, one rounding
+  // bytes of scratch per thread, and items [begin, end) of attention; attention_items gives the number of items
+  int64_t (*attention_scratch)(const AttentionArgs&);
+  void (*attention)(const AttentionArgs&, void* scratch, int64_t begin, int64_t end);
+};
+
+inline void head_init(HeadBest* best, int64_t rows) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int lane = 0; lane < 16; ++lane) best[r].value[lane] = -__builtin_inff(), best[r].id[lane] = INT32_MAX;
+}
+
+// items of attention: (sequence, key/value head) pairs, sequence-major
+inline int64_t attention_items(const AttentionArgs& a) { return a.batch * a.kv_heads; }
+
+// The table chosen at load: the best that the CPU has, or the one that JACOBI_CPU_ISA names.
+const Kernels& kernels();
+// Chooses another table by name; false when it is unknown, not built in, or not supported by this CPU.
+bool select_kernels(const char* name);
+// Comma-separated names that select_kernels accepts here.
+const char* available_kernels();
+
+}  // namespace jacobi::cpu
