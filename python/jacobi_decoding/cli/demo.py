@@ -15,12 +15,10 @@ from typing import Any
 from jacobi_decoding.cli import CommandError, note
 from jacobi_decoding.cli import arguments as shared
 
+_AREA = "def area(width, height):\n    return width * height"
 PROMPTS = (
     ("code", "Write a Python function that returns the n-th Fibonacci number."),
-    (
-        "code",
-        "Add a docstring to this function and show it all:\n\ndef area(width, height):\n    return width * height",
-    ),
+    ("code", f"Add a docstring to this function and show the whole function:\n\n{_AREA}"),
     ("code", "Write a Python class Stack with the methods push, pop and is_empty."),
     ("maths", "A shop sells pens at $2 each. Tom buys 7 pens and pays with a $20 bill. How much change does he get?"),
     ("maths", "List the multiples of 6 from 6 to 60, one per line."),
