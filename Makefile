@@ -61,7 +61,7 @@ $(VENV)/.built: $(VENV)/.torch pyproject.toml setup.py $(SOURCES)
 # A second environment on top of the first: it holds the older transformers and what that needs, and sees everything else.
 $(VENV)-oldest/.built: $(VENV)/.built
 	test -x $(VENV)-oldest/bin/python || $(BIN)/python -m venv $(VENV)-oldest
-	$(BIN)/python -c 'import sysconfig; print(f"import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})")' \
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	    > "$$($(VENV)-oldest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
 	$(VENV)-oldest/bin/python -m pip --disable-pip-version-check install '$(OLDEST)'
 	touch $@

@@ -94,6 +94,6 @@ def note(message: str) -> None:
 def _report(error: Exception, code: int) -> int:
     if os.environ.get("JACOBI_TRACEBACK"):
         raise error
-    text = str(error) or type(error).__name__
+    text = str(error).strip().partition("\n")[0] or type(error).__name__
     fail(text if code == 2 else f"{type(error).__name__}: {text} (JACOBI_TRACEBACK=1 shows where)")
     return code
