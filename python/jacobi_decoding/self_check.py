@@ -1,0 +1,62 @@
+"""The check that ends wrapping: our forward against the model's own, and against itself one token at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from jacobi_decoding.errors import UnsupportedModelError
+from jacobi_decoding.head import HeadTransform, fit_head
+from jacobi_decoding.row_guard import RowGuard
+from jacobi_kernels.layout import BlockLayout
+
+if TYPE_CHECKING:
+    from jacobi_decoding.adapter import ModelAdapter
+
+CHECK_TOKENS = 8
+
+
+def run_self_check(adapter: ModelAdapter) -> HeadTransform:
+    """Probe a model, compare logits and rows, and return what its head does to logits.
+
+    Raises UnsupportedModelError when the model's logits are not reproduced, or when the hidden states of 8 tokens
+    evaluated at once differ in a bit from those evaluated one at a time.
+    """
+    model = adapter.model
+    tokens = _check_tokens(model)
+    own_logits = model(input_ids=tokens, use_cache=False).logits[0]
+    with adapter.wrapped():
+        with adapter.hook.probing(BlockLayout.chain([CHECK_TOKENS])), RowGuard():
+            probed = adapter.call_decoder(tokens, torch.arange(CHECK_TOKENS)[None], adapter.empty_cache())
+        adapter.check_slots()
+        head = fit_head(model, adapter.packed, probed, own_logits)
+        at_once = _forward(adapter, tokens, [CHECK_TOKENS])
+        one_by_one = _forward(adapter, tokens, [1] * CHECK_TOKENS)
+    for other, how in ((at_once, "with the cache"), (one_by_one, "one token at a time")):
+        if not torch.equal(probed, other):
+            raise UnsupportedModelError(
+                type(model).__name__,
+                f"its hidden states of {CHECK_TOKENS} tokens evaluated {how} differ from those evaluated at once",
+                "decode with model.generate",
+            )
+    return head
+
+
+def _check_tokens(model: Any) -> Tensor:
+    """[1, 8] token ids spread over the vocabulary, the same in every run."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    return torch.tensor([[(7919 * (i + 1)) % vocabulary for i in range(CHECK_TOKENS)]])
+
+
+def _forward(adapter: ModelAdapter, tokens: Tensor, lengths: list[int]) -> Tensor:
+    """Hidden states of ``tokens`` [1, T] evaluated in consecutive blocks of ``lengths`` tokens."""
+    cache = adapter.allocate_cache(1, tokens.shape[1])
+    committed = 0
+    parts = []
+    for length in lengths:
+        cache.begin(BlockLayout.chain([length]), torch.tensor([committed], dtype=torch.int32))
+        parts.append(adapter.forward(tokens[0, committed : committed + length], cache))
+        committed += length
+    return torch.cat(parts)
