@@ -56,6 +56,16 @@ struct HeadBest {
   int32_t id[16];
 };
 
+// Attention runs in units: some consecutive live queries of one sequence, for one key/value head (attention_run.h plans).
+struct AttentionUnit {
+  int32_t sequence, kv_head;
+  int32_t segment, index;  // first query: token `index` of segment `segment`
+  int32_t queries;
+  int32_t first;  // 1: the first unit of its sequence and head, which writes the holes
+};
+constexpr int kAttentionUnitRows = 96;  // (query, head) rows of a unit, more only if one query's group has more
+constexpr int kAttentionSpan = 256;     // slots that reduce by themselves before they are merged
+
 // Attention of one packed batch by block layout. The kernel file (attention.h) tells the tiling and the reduction order.
 struct AttentionArgs {
   const void* q;  // [rows, heads, head_dim], row stride q_stride, heads dense
@@ -67,6 +77,7 @@ struct AttentionArgs {
   float* lse;  // [heads, rows] or null
   // Keys and values: row r of sequence b lies at base + b * batch_stride + r * row_stride elements, or, with a page table,
   // at base + page_table[b][r / page_size] * page_stride + (r % page_size) * row_stride; head h at + h * head_stride.
+  // Without cache_seqlens there is no cache: row r of sequence b lies at base + (cu_seqlens_q[b] + r) * row_stride.
   const void* k;
   const void* v;
   DType kv_type;
@@ -79,7 +90,13 @@ struct AttentionArgs {
   const int32_t* cu_segments;  // [batch + 1]
   int64_t batch, heads, kv_heads, head_dim, rows;
   float scale, softcap;
-  int64_t window;  // earlier keys seen, -1: all
+  int64_t window;    // earlier keys seen, -1: all
+  bool leave_holes;  // true: rows that no segment covers are not written
+  // Filled by run_attention: unit_count units; each is `splits` items, one per span, or a single one when splits is 1.
+  const AttentionUnit* units;
+  int64_t unit_count, splits;
+  float* partial;    // results of the spans when splits > 1
+  int32_t* pending;  // [unit_count] spans still to come
 };
 
 struct Kernels {
@@ -102,7 +119,7 @@ struct Kernels {
   void (*rms_norm)(const float* x, const void* weight, DType weight_type, float eps, float* y, int64_t n);
   void (*widen)(const void* x, DType, float* y, int64_t n);   // to float
   void (*narrow)(const float* x, void* y, DType, int64_t n);  // from float, one rounding
-  // bytes of scratch per thread, and items [begin, end) of attention; attention_items gives the number of items
+  // bytes of scratch per thread, and items [begin, end) of attention; called by run_attention
   int64_t (*attention_scratch)(const AttentionArgs&);
   void (*attention)(const AttentionArgs&, void* scratch, int64_t begin, int64_t end);
 };
@@ -111,9 +128,6 @@ inline void head_init(HeadBest* best, int64_t rows) {
   for (int64_t r = 0; r < rows; ++r)
     for (int lane = 0; lane < 16; ++lane) best[r].value[lane] = -__builtin_inff(), best[r].id[lane] = INT32_MAX;
 }
-
-// items of attention: (sequence, key/value head) pairs, sequence-major
-inline int64_t attention_items(const AttentionArgs& a) { return a.batch * a.kv_heads; }
 
 // The table chosen at load: the best that the CPU has, or the one that JACOBI_CPU_ISA names.
 const Kernels& kernels();

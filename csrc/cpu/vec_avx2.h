@@ -116,4 +116,35 @@ inline float reduce_add(vec x) {
   return _mm_cvtss_f32(_mm_add_ss(z, _mm_shuffle_ps(z, z, 1)));
 }
 
+inline void transpose8(__m256 (&x)[8]) {
+  __m256 a[8], b[8];
+  for (int i = 0; i < 8; i += 2) {
+    a[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+    a[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      b[i + 2 * j] = _mm256_shuffle_ps(a[i + j], a[i + j + 2], 0x44);
+      b[i + 2 * j + 1] = _mm256_shuffle_ps(a[i + j], a[i + j + 2], 0xEE);
+    }
+  for (int c = 0; c < 4; ++c) {
+    x[c] = _mm256_permute2f128_ps(b[c], b[c + 4], 0x20);
+    x[c + 4] = _mm256_permute2f128_ps(b[c], b[c + 4], 0x31);
+  }
+}
+// x[i] lane j <-> x[j] lane i
+inline void transpose(vec (&x)[16]) {
+  __m256 t[8], u[8];
+  for (int i = 0; i < 8; ++i) t[i] = x[i].lo;
+  transpose8(t);
+  for (int i = 0; i < 8; ++i) x[i].lo = t[i];
+  for (int i = 0; i < 8; ++i) t[i] = x[i + 8].hi;
+  transpose8(t);
+  for (int i = 0; i < 8; ++i) x[i + 8].hi = t[i];
+  for (int i = 0; i < 8; ++i) t[i] = x[i].hi, u[i] = x[i + 8].lo;
+  transpose8(t);
+  transpose8(u);
+  for (int i = 0; i < 8; ++i) x[i + 8].lo = t[i], x[i].hi = u[i];
+}
+
 }  // namespace JACOBI_ISA

@@ -88,4 +88,32 @@ inline float reduce_add(vec x) {
   return _mm_cvtss_f32(_mm_add_ss(z, _mm_shuffle_ps(z, z, 1)));
 }
 
+template <int Pick>
+inline __m512 quarters(__m512 a, __m512 b) {  // two quarters of a, then two of b
+  return _mm512_castsi512_ps(_mm512_shuffle_i32x4(_mm512_castps_si512(a), _mm512_castps_si512(b), Pick));
+}
+// x[i] lane j <-> x[j] lane i
+inline void transpose(vec (&x)[16]) {
+  __m512 a[16], b[16];
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_ps(x[i].v, x[i + 1].v);
+    a[i + 1] = _mm512_unpackhi_ps(x[i].v, x[i + 1].v);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      const __m512d p = _mm512_castps_pd(a[i + j]), q = _mm512_castps_pd(a[i + j + 2]);
+      b[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(p, q));
+      b[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(p, q));
+    }
+  // b[4 g + c]: rows 4 g .. 4 g + 3 of columns c, c + 4, c + 8, c + 12 in its quarters
+  for (int c = 0; c < 4; ++c) {
+    const __m512 even = quarters<0x88>(b[c], b[4 + c]), odd = quarters<0xDD>(b[c], b[4 + c]);
+    const __m512 even2 = quarters<0x88>(b[8 + c], b[12 + c]), odd2 = quarters<0xDD>(b[8 + c], b[12 + c]);
+    x[c].v = quarters<0x88>(even, even2);
+    x[c + 4].v = quarters<0x88>(odd, odd2);
+    x[c + 8].v = quarters<0xDD>(even, even2);
+    x[c + 12].v = quarters<0xDD>(odd, odd2);
+  }
+}
+
 }  // namespace JACOBI_ISA

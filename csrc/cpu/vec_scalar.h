@@ -109,4 +109,14 @@ inline float reduce_add(vec x) {
 
 #undef JACOBI_LANES
 
+// x[i] lane j <-> x[j] lane i
+inline void transpose(vec (&x)[16]) {
+  for (int i = 0; i < 16; ++i)
+    for (int j = 0; j < i; ++j) {
+      const float t = x[i].v[j];
+      x[i].v[j] = x[j].v[i];
+      x[j].v[i] = t;
+    }
+}
+
 }  // namespace JACOBI_ISA
