@@ -142,7 +142,6 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
 def _print(facts: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
     cpu = facts["cpu"]
     has = [name for name, there in cpu["features"].items() if there]
@@ -154,19 +153,17 @@ def _print(facts: dict[str, Any]) -> None:
         "kernels": f"{cpu['kernels']}{override}",
         "build": ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts["build"].items()),
         "default model": facts["default_model"] or "not installed",
-        "copies of models": facts["cache"] or "none are kept",
+        "model copies": facts["cache"] or "none are kept",
     }
     if "model" in facts:
         model = facts["model"]
-        rows["model"] = (
-            f"{model['name']} ({model['type']}, {model['parameters'] / 1e6:.1f}M parameters, {model['dtype']})"
-        )
+        size = f"{model['parameters'] / 1e6:.1f}M parameters"
+        rows["model"] = f"{model['name']} ({model['type']}, {size}, {model['dtype']})"
         rows["path"] = f"{model['path']}: {model['path_reason']}"
-    for name, op in facts["ops"].items():
-        rows[f"op {name}"] = f"[{', '.join(op['devices']) or 'no kernels'}] {op['schema']}"
-    table = Table(show_header=False, box=None)
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column(overflow="fold")
+    console = Console(soft_wrap=True, highlight=False)
     for name, value in rows.items():
-        table.add_row(name, escape(str(value)))
-    Console().print(table)
+        console.print(f"[bold]{name:14}[/bold] {escape(value)}")
+    console.print("\n[bold]torch.ops.jacobi[/bold]")
+    for name, op in facts["ops"].items():
+        signature = op["schema"].removeprefix(f"jacobi::{name}")
+        console.print(f"  [bold]{name}[/bold]{escape(signature)}  {escape(str(op['devices']))}")
