@@ -4,8 +4,9 @@
 // predicted: up to 8 final tokens as context, then a tail that was not accepted. No two rows are equal.
 //
 // A match is a place where the last k <= 8 tokens of the query occur with at least one token behind them. Recency order
-// is: pool rows newest first, a row's matches from its end; then the text from its end. A continuation of the text that
-// reaches its end goes on at its own start, which extends the period of a text that repeats itself.
+// is: the text from its end; then pool rows newest first, a row's matches from its end. The text comes first because a
+// pool row that repeats the context holds what was rejected behind it. A continuation of the text that reaches its end
+// goes on at its own start, which extends the period of a text that repeats itself.
 #pragma once
 
 #include <cstdint>
@@ -71,15 +72,15 @@ inline JACOBI_HD int32_t match_length(const int32_t* tokens, int32_t begin, int3
 template <class Visit>
 inline JACOBI_HD void for_each_match(const History& history, const Suffix& suffix, int32_t text_end, Visit&& visit) {
   const int32_t last = suffix.token[0];
+  for (int32_t end = text_end; end >= history.text_begin; --end)
+    if (history.text[end] == last && visit(Match{-1, end, match_length(history.text, history.text_begin, end, suffix)}))
+      return;
   for (int32_t age = 1; age <= history.pool_rows; ++age) {
     const int32_t row = (history.pool_next - age + history.pool_rows) % history.pool_rows;
     const int32_t* entry = history.pool + static_cast<int64_t>(row) * (1 + history.pool_width);
     for (int32_t end = entry[0] - 2; end >= 0; --end)
       if (entry[1 + end] == last && visit(Match{row, end, match_length(entry + 1, 0, end, suffix)})) return;
   }
-  for (int32_t end = text_end; end >= history.text_begin; --end)
-    if (history.text[end] == last && visit(Match{-1, end, match_length(history.text, history.text_begin, end, suffix)}))
-      return;
 }
 
 // The longest match, the latest of its length; length 0 when there is none.

@@ -86,12 +86,12 @@ def common_suffix(a: Sequence[int], b: Sequence[int], most: int) -> int:
 def matches(q: SequenceLists, run: list[int]) -> list[tuple[int, list[int]]]:
     """(length, continuation) of every place where run's last tokens occur, longest first, then latest first."""
     found, begin, newest = [], q.column[StateColumn.POOL_START], q.column[StateColumn.POOL_NEXT]
+    for end in reversed(range(begin + 1, min(len(q.text), len(run) - 1) + 1)):
+        found.append((common_suffix(run[begin:end], run, 8), list(islice(cycle(run[end:]), 4096))))
     for age in range(1, len(q.pool) + 1):
         entry = q.pool[(newest - age) % len(q.pool)]
         for end in reversed(range(1, len(entry))):
             found.append((common_suffix(entry[:end], run, 8), entry[end:]))
-    for end in reversed(range(begin + 1, min(len(q.text), len(run) - 1) + 1)):
-        found.append((common_suffix(run[begin:end], run, 8), list(islice(cycle(run[end:]), 4096))))
     ranked = []
     for length in range(8, 0, -1):
         ranked += [m for m in found if m[0] == length][:KEPT_PER_LENGTH]

@@ -121,7 +121,7 @@ def test_commit_moves_rows(
 
 
 def test_commit_leaves_a_winning_main_chain_alone() -> None:
-    """A cache that cannot be written shows that nothing moves: an expanded tensor would be changed everywhere."""
+    """Rows are in place already: not one is copied, and only the length moves."""
     cache = torch.arange(12.0).view(1, 1, 12, 1, 1)
     before = cache.clone()
     lengths = torch.tensor([3], dtype=torch.int32)
@@ -275,7 +275,7 @@ def test_redraft_names_shapes_and_types() -> None:
 
 
 def test_redraft_is_fast_enough_to_run_every_step() -> None:
-    """Text of 4096 tokens, full pool of 32: the median of one sequence stays far below a millisecond of Python."""
+    """Text of 4000 tokens, full pool of 32 rows: ten times what it takes (30 us with the call) is allowed here."""
     prompt = [hash_model(5, 50)([i]) for i in range(4000)]
     state = DecodeState.allocate(
         [prompt], max_new_tokens=500, block_size=16, blocks=2, candidates=4, chain_capacity=4096
@@ -290,4 +290,4 @@ def test_redraft_is_fast_enough_to_run_every_step() -> None:
         begin = time.perf_counter()
         state.redraft(nothing, nothing, none, none.bool())
         times.append(time.perf_counter() - begin)
-    assert sorted(times)[len(times) // 2] < 500e-6
+    assert sorted(times)[len(times) // 2] < 300e-6
