@@ -7,7 +7,6 @@ weakly, so that generating again costs neither a self-check nor packing.
 
 from __future__ import annotations
 
-import inspect
 import threading
 import weakref
 from collections.abc import Iterator
@@ -20,15 +19,15 @@ from transformers import PreTrainedModel
 
 from jacobi_decoding import attention_hook
 from jacobi_decoding.errors import UnsupportedModelError
-from jacobi_decoding.head import PackedWeight, head_module, packed_head
+from jacobi_decoding.head import HeadTransform, packed_head
 from jacobi_decoding.layout_cache import LayoutCache
 from jacobi_decoding.module_swap import swapped
-from jacobi_decoding.packed_weights import PackedWeights
-from jacobi_decoding.position_limit import position_limit
+from jacobi_decoding.packed_weights import PackedWeight, PackedWeights
+from jacobi_decoding.position_limit import PositionLimit, position_limit
+from jacobi_decoding.refusals import cache_name, refuse_mode, refuse_unsupported
 from jacobi_decoding.self_check import run_self_check
 
 _ADAPTERS: weakref.WeakKeyDictionary[nn.Module, ModelAdapter] = weakref.WeakKeyDictionary()
-_CACHE_NAMES = ("cache", "past_key_values")  # transformers' names for the cache argument, newest first
 
 
 def adapt(model: Any) -> ModelAdapter:
@@ -39,9 +38,10 @@ def adapt(model: Any) -> ModelAdapter:
     """
     base = _base_model(model)
     adapter = _ADAPTERS.get(base)
-    if adapter is None or adapter.stale():
+    if adapter is None:
         adapter = ModelAdapter(base)
         _ADAPTERS[base] = adapter
+    adapter.ensure_checked()
     return adapter
 
 
@@ -67,40 +67,56 @@ class ModelAdapter:
     scale and soft cap of the logits.
     """
 
+    head_transform: HeadTransform
+    limit: PositionLimit
+
     def __init__(self, model: PreTrainedModel) -> None:
         attention_hook.register()
         self._model = weakref.ref(model)
-        self._decoder = weakref.ref(_decoder_of(model))
-        self._cache_name = _cache_name(self.decoder)
+        self._checked: Any = None
         self._depth = 0
         self._lock = threading.RLock()
-        self.hook = attention_hook.AttentionHook(self.decoder)
+        self.hook = attention_hook.AttentionHook()
         self.packed = PackedWeights()
-        self.limit = position_limit(self.decoder)
-        with torch.no_grad():
-            self.head_transform = run_self_check(self)
-        self._checked_dtype = _dtype(self.decoder)
 
     @property
     def model(self) -> PreTrainedModel:
-        return _alive(self._model)
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the model was deleted")
+        return model
 
     @property
     def decoder(self) -> PreTrainedModel:
-        return _alive(self._decoder)
+        return self.model.get_decoder()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.decoder.parameters()).dtype
 
     @property
     def vocab_size(self) -> int:
         """Columns of the logits."""
         return self.packed_head().out_features
 
-    def stale(self) -> bool:
-        """Whether the model's modules or dtype changed so much that it must be checked again."""
-        decoder = self._decoder()
-        if decoder is None or decoder is not self.model.get_decoder() or _dtype(decoder) != self._checked_dtype:
-            return True
-        modules = set(map(id, decoder.modules()))
-        return any(id(module) not in modules for module in self.hook.slots)
+    def ensure_checked(self) -> None:
+        """Run the self-check, unless the model has its modules, dtype and mode since the last one.
+
+        Weights may change freely. Raises UnsupportedModelError.
+        """
+        with self._lock:
+            decoder = self.model.get_decoder()
+            modules = set(map(id, decoder.modules()))
+            state = (id(decoder), next(decoder.parameters()).dtype, self.model.training)
+            if state == self._checked and all(id(module) in modules for module in self.hook.slots):
+                return
+            self._checked = None
+            refuse_unsupported(self.model)
+            self.hook.own(decoder)
+            self.limit = position_limit(decoder)
+            with torch.no_grad():
+                self.head_transform = run_self_check(self)
+            self._checked = state
 
     def packed_head(self) -> PackedWeight:
         """The head's current packed weight."""
@@ -114,17 +130,15 @@ class ModelAdapter:
             raise UnsupportedModelError(
                 name, "it does not use transformers' AttentionInterface", "decode with model.generate"
             )
-        if len({(s.kv_heads, s.head_dim) for s in slots}) > 1:
+        if len({(s.kv_heads, s.head_dim, s.dtype) for s in slots}) > 1:
             raise UnsupportedModelError(
-                name, "its layers differ in key/value heads or head size", "decode with model.generate"
+                name, "its layers differ in key/value heads, head size or dtype", "decode with model.generate"
             )
 
     def allocate_cache(self, batch: int, capacity: int) -> LayoutCache:
         """A cache of ``batch`` sequences with ``capacity`` rows each: committed tokens plus the rows of one step."""
         slots = list(self.hook.slots.values())
-        return LayoutCache(
-            len(slots), batch, capacity, slots[0].kv_heads, slots[0].head_dim, _dtype(self.decoder), "cpu"
-        )
+        return LayoutCache(len(slots), batch, capacity, slots[0].kv_heads, slots[0].head_dim, slots[0].dtype, "cpu")
 
     def forward(self, tokens: Tensor, cache: LayoutCache) -> Tensor:
         """Hidden states [T, E] of ``tokens`` [T] int64, the rows of ``cache``'s current layout; only while wrapped."""
@@ -139,81 +153,43 @@ class ModelAdapter:
 
     def call_decoder(self, input_ids: Tensor, position_ids: Tensor, cache: LayoutCache) -> Tensor:
         """Run the decoder on [1, T] ids and positions; hidden states [T, E]."""
-        arguments: dict[str, Any] = {self._cache_name: cache}
-        out = self.decoder(input_ids=input_ids, position_ids=position_ids, use_cache=True, **arguments)
+        decoder = self.decoder
+        arguments: dict[str, Any] = {cache_name(decoder): cache, "use_cache": True, "return_dict": True}
+        out = decoder(input_ids=input_ids, position_ids=position_ids, **arguments)
         return out.last_hidden_state[0].contiguous()
 
     @contextmanager
     def wrapped(self) -> Iterator[None]:
         """Run the model on our ops inside; config, attention and modules are as found afterwards.
 
-        May be entered again by the same thread; another thread waits. Gradients are off inside.
+        Checks the model again first if it changed. May be entered again by the same thread; another thread waits.
+        Gradients are off inside.
         """
         with self._lock:
-            if self._depth:
+            if self._depth == 0:
+                self.ensure_checked()
+            with self.wrapped_unchecked():
                 yield
-                return
-            _refuse_mode(self.model)
-            decoder = self.decoder
-            before = _attention_settings(self.model)
-            self._depth += 1
-            try:
-                with swapped(decoder, self.packed):
-                    _set_attention(decoder)
-                    with torch.no_grad():
-                        yield
-            finally:
-                self._depth -= 1
-                for config, implementation in before:
-                    config._attn_implementation = implementation
 
-
-def _alive(reference: weakref.ref[Any]) -> Any:
-    model = reference()
-    if model is None:
-        raise RuntimeError("the model was deleted")
-    return model
-
-
-def _decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    name = type(model).__name__
-    remedy = "decode with model.generate"
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(name, "it is an encoder-decoder model", "use a decoder-only model")
-    if not model.can_generate():
-        raise UnsupportedModelError(
-            name, "it cannot generate text (an encoder, or a model without a language-model head)",
-            "load a causal model with AutoModelForCausalLM",
-        )  # fmt: skip
-    head_module(model)
-    decoder = model.get_decoder()
-    if decoder is model or not isinstance(decoder, PreTrainedModel):
-        raise UnsupportedModelError(name, "it has no decoder apart from its head", remedy)
-    if "position_ids" not in inspect.signature(decoder.forward).parameters:
-        raise UnsupportedModelError(
-            name, "its forward takes no position_ids (positions by ALiBi or by counting)", remedy
-        )
-    if _dtype(decoder) not in (torch.float32, torch.bfloat16):
-        raise UnsupportedModelError(
-            name, f"{str(_dtype(decoder))[6:]} is not supported", "use model.to(torch.float32) or torch.bfloat16"
-        )
-    if devices := {p.device.type for p in model.parameters()} - {"cpu"}:
-        raise UnsupportedModelError(
-            name, f"it is on {' and '.join(sorted(devices))}, where these kernels do not run yet", "use model.to('cpu')"
-        )
-    return decoder
-
-
-def _dtype(decoder: nn.Module) -> torch.dtype:
-    return next(decoder.parameters()).dtype
-
-
-def _cache_name(decoder: PreTrainedModel) -> str:
-    parameters = inspect.signature(decoder.forward).parameters
-    for name in _CACHE_NAMES:
-        if name in parameters:
-            return name
-    raise UnsupportedModelError(type(decoder).__name__, "its forward takes no cache", "decode with model.generate")
+    @contextmanager
+    def wrapped_unchecked(self) -> Iterator[None]:
+        """:meth:`wrapped` without the check, for the check itself."""
+        if self._depth:
+            yield
+            return
+        refuse_mode(self.model)
+        decoder = self.decoder
+        before = _attention_settings(self.model)
+        self._depth += 1
+        try:
+            with swapped(decoder, self.packed):
+                _set_attention(decoder)
+                with torch.no_grad():
+                    yield
+        finally:
+            self._depth -= 1
+            for config, implementation in before:
+                config._attn_implementation = implementation
 
 
 def _attention_settings(model: PreTrainedModel) -> list[tuple[Any, Any]]:
@@ -239,13 +215,3 @@ def _set_attention(decoder: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             type(decoder).__name__, "it does not use transformers' AttentionInterface", "decode with model.generate"
         )
-
-
-def _refuse_mode(model: PreTrainedModel) -> None:
-    """Refuse what makes a forward random or another dtype than the model's."""
-    if torch.is_autocast_enabled("cpu"):
-        raise UnsupportedModelError("autocast", "it would change dtypes inside the model", "leave torch.autocast first")
-    if model.training:
-        for name, module in model.named_modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-                raise UnsupportedModelError(name, "dropout is active in training mode", "call model.eval() first")

@@ -55,6 +55,7 @@ class AttentionSlot:
     index: int
     kv_heads: int
     head_dim: int
+    dtype: torch.dtype
     window_size: int
 
 
@@ -64,11 +65,10 @@ class AttentionHook:
     slots: one per attention module in the order of their calls, filled by :meth:`probing`.
     """
 
-    def __init__(self, decoder: nn.Module) -> None:
+    def __init__(self) -> None:
         self.slots: weakref.WeakKeyDictionary[nn.Module, AttentionSlot] = weakref.WeakKeyDictionary()
         self._cache: LayoutCache | None = None
         self._probe: BlockLayout | None = None
-        self.own(decoder)
 
     def own(self, decoder: nn.Module) -> None:
         """Enter the modules of ``decoder``, some of which are attention modules, in the registry."""
@@ -146,7 +146,7 @@ class AttentionHook:
             raise _unsupported(module, "it runs more than once in a forward, so it needs more than one cache layer")
         if v.shape != k.shape:
             raise _unsupported(module, f"keys {list(k.shape[1:])} and values {list(v.shape[1:])} differ in shape")
-        self.slots[module] = AttentionSlot(len(self.slots), k.shape[1], k.shape[2], window)
+        self.slots[module] = AttentionSlot(len(self.slots), k.shape[1], k.shape[2], k.dtype, window)
         return window
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from jacobi_decoding.errors import UnsupportedModelError
 from jacobi_kernels.layout import BlockLayout
 
 
@@ -60,6 +61,16 @@ class LayoutCache(Cache):
         """Set the layout, which has no holes, and the committed lengths [B] int32 of the next forward."""
         self.layout = layout
         self.cache_seqlens = cache_seqlens
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Convolution and recurrent states depend on the order of evaluation: no layout can branch them."""
+        raise UnsupportedModelError(
+            "a layer with a convolution or recurrent state",
+            "its state cannot follow several guesses at a time",
+            "decode with model.generate",
+        )
+
+    update_conv_state = get_recurrent_state = update_recurrent_state = has_previous_state = get_conv_state
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return 0

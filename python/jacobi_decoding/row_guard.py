@@ -34,6 +34,7 @@ _ELEMENTWISE = frozenset({
 _SUMS = frozenset({
     "sum", "mean", "nansum", "nanmean", "logsumexp", "var", "std", "var_mean", "std_mean", "norm"
 })
+_RANDOM = frozenset({"dropout", "alpha_dropout", "feature_alpha_dropout", "rand", "rand_like", "randn", "bernoulli"})
 # fmt: on
 
 
@@ -52,7 +53,14 @@ class RowGuard(TorchFunctionMode):
             raise _refusal(name, "a reciprocal square root in bfloat16")
         if name in _SUMS and _first(args).dim() and _first(args).shape[-1] >= SPLIT_ROW:
             raise _refusal(name, f"a sum over {SPLIT_ROW} or more elements")
-        return function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if name in _RANDOM and kwargs.get("training", True) and _argument(args, kwargs, 1, "p", 1.0):
+            raise UnsupportedModelError(f"torch's {name}", "the model's forward is random", "call model.eval() first")
+        return function(*args, **kwargs)
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str, default: Any) -> Any:
+    return kwargs.get(name, args[index] if len(args) > index else default)
 
 
 def _first(args: tuple[Any, ...]) -> Tensor:

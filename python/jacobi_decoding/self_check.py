@@ -26,10 +26,9 @@ def run_self_check(adapter: ModelAdapter) -> HeadTransform:
     """
     model = adapter.model
     tokens = _check_tokens(model)
-    own_logits = model(input_ids=tokens, use_cache=False).logits[0]
-    with adapter.wrapped():
-        with adapter.hook.probing(BlockLayout.chain([CHECK_TOKENS])), RowGuard():
-            probed = adapter.call_decoder(tokens, torch.arange(CHECK_TOKENS)[None], adapter.empty_cache())
+    own_logits = model(input_ids=tokens, use_cache=False, return_dict=True).logits[0]
+    with adapter.wrapped_unchecked():
+        probed = _probe(adapter, tokens)
         adapter.check_slots()
         head = fit_head(model, adapter.packed, probed, own_logits)
         at_once = _forward(adapter, tokens, [CHECK_TOKENS])
@@ -42,6 +41,25 @@ def run_self_check(adapter: ModelAdapter) -> HeadTransform:
                 "decode with model.generate",
             )
     return head
+
+
+def _probe(adapter: ModelAdapter, tokens: Tensor) -> Tensor:
+    """Hidden states of ``tokens`` [1, T] without a cache; on the way the attention layers become known."""
+    try:
+        with adapter.hook.probing(BlockLayout.chain([tokens.shape[1]])), RowGuard():
+            return adapter.call_decoder(tokens, torch.arange(tokens.shape[1])[None], adapter.empty_cache())
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            type(adapter.model).__name__,
+            f"its forward does not run on our attention and cache ({type(error).__name__}: {_line(error)})",
+            "decode with model.generate",
+        ) from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _check_tokens(model: Any) -> Tensor:
