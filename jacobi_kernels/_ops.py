@@ -8,6 +8,7 @@ Symbols: B sequences, T query rows, S segments, H heads, KVH key/value heads, D 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ SCHEMAS = {
         "Tensor(g!) pool, Tensor(h!) state, Tensor stop_tokens, Tensor(i!) workspace, *, int block_size, int blocks, "
         f"int candidates, float spawn_ratio=0.85, Tensor? page_table=None, {_SAMPLING.format('j!')}) -> ()"
     ),
+    "step_workspace_size": "(Tensor descriptor, int rows, int batch, int num_segments) -> int",
+    "_phase_seconds": "() -> Tensor",  # of multi_block_step since the last call
     "_cpu_isa": "(str name) -> str",  # '' asks, a name switches; raises when this CPU lacks the set
 }
 
@@ -82,8 +85,28 @@ def _refuse_grad(name: str) -> None:
 
 
 for _name in SCHEMAS:
-    if _name != "_cpu_isa":
+    if not _name.startswith("_"):
         _refuse_grad(_name)
+
+
+def _fake(name: str) -> Callable[[Callable[..., Any]], None]:
+    """Register the fake kernel of an op; it first checks that all tensors live on one device."""
+    names = [a.name for a in getattr(torch.ops.jacobi, name).default._schema.arguments]
+
+    def register(kernel: Callable[..., Any]) -> None:
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            tensors = [
+                (arg, t) for arg, t in [*zip(names, args, strict=False), *kwargs.items()] if isinstance(t, Tensor)
+            ]
+            first, device = tensors[0][0], tensors[0][1].device
+            for arg, t in tensors:
+                if t.device != device:
+                    raise RuntimeError(f"{name}: {arg} must be on {first}'s device {device}, got {t.device}")
+            return kernel(*args, **kwargs)
+
+        torch.library.register_fake(f"jacobi::{name}", checked, lib=lib)
+
+    return register
 
 
 def _shape(op: str, arg: str, t: Tensor, names: str, want: tuple[Any, ...]) -> None:
@@ -142,7 +165,7 @@ def _linear(op: str, arg: str, weight: Tensor, bias: Tensor | None, inner: Any, 
         _shape(op, "bias", bias, f"[{name}]", (outer,))
 
 
-@torch.library.register_fake("jacobi::packed_linear", lib=lib)
+@_fake("packed_linear")
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
     _dtype("packed_linear", "x", x, *FLOATS)
     torch._check(x.dim() >= 1, lambda: "packed_linear: x must have shape [..., in_features], got []")
@@ -150,14 +173,14 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tens
     return x.new_empty((*x.shape[:-1], out_features))
 
 
-@torch.library.register_fake("jacobi::activation", lib=lib)
+@_fake("activation")
 def _(x: Tensor, kind: str) -> Tensor:
     _dtype("activation", "x", x, *FLOATS)
     torch._check(kind in ACTIVATIONS, lambda: f"activation: kind must be one of {', '.join(ACTIVATIONS)}, got '{kind}'")
     return x.new_empty(x.shape)
 
 
-@torch.library.register_fake("jacobi::multi_block_attention", lib=lib)
+@_fake("multi_block_attention")
 def _(
     q: Tensor,
     k: Tensor,
@@ -175,7 +198,7 @@ def _(
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
-@torch.library.register_fake("jacobi::multi_block_attention_with_kvcache", lib=lib)
+@_fake("multi_block_attention_with_kvcache")
 def _(
     q: Tensor,
     k: Tensor,
@@ -224,7 +247,7 @@ def _sampling(op: str, batch: Any, vocab: Any, args: tuple[Tensor | None, ...]) 
         _shape(op, "logits_scratch", logits_scratch, "[rows, vocab_size]", ("*", vocab))
 
 
-@torch.library.register_fake("jacobi::argmax_verify", lib=lib)
+@_fake("argmax_verify")
 def _(
     hidden: Tensor,
     lm_head: Tensor,
@@ -274,7 +297,7 @@ def _layer_caches(op: str, k_cache: Tensor, v_cache: Tensor, batch: Any, page_ta
     _dtype(op, "v_cache", v_cache, k_cache.dtype)
 
 
-@torch.library.register_fake("jacobi::commit", lib=lib)
+@_fake("commit")
 def _(
     k_cache: Tensor,
     v_cache: Tensor,
@@ -301,7 +324,7 @@ def _decode_state(op: str, batch: Any, tokens: Tensor, text: Tensor, pool: Tenso
     _int32(op, "stop_tokens", stop, "[B, stops]", (batch, "*"))
 
 
-@torch.library.register_fake("jacobi::redraft", lib=lib)
+@_fake("redraft")
 def _(
     predictions: Tensor,
     accepted_rows: Tensor,
@@ -332,7 +355,7 @@ def _(
     _int32("redraft", "cache_seqlens", cache_seqlens, "[B]", (batch,))
 
 
-@torch.library.register_fake("jacobi::multi_block_step", lib=lib)
+@_fake("multi_block_step")
 def _(
     weights: Tensor,
     descriptor: Tensor,

@@ -36,6 +36,7 @@ __all__ = [
     "multi_block_step",
     "packed_linear",
     "redraft",
+    "step_workspace_size",
 ]
 
 _jacobi = torch.ops.jacobi
@@ -463,3 +464,21 @@ def multi_block_step(
         seeds=seeds,
         logits_scratch=logits_scratch,
     )
+
+
+def step_workspace_size(descriptor: Tensor, rows: int, batch: int, num_segments: int) -> int:
+    """Bytes of workspace that :func:`multi_block_step` needs with as many threads as torch has now.
+
+    Parameters
+    ----------
+    descriptor : Tensor
+        ``[words]`` int64, from :func:`jacobi_kernels.step_weights.pack_step_weights`.
+    rows, batch, num_segments : int
+        T, B and S: the sizes of ``tokens``, ``cache_seqlens`` and ``segments``.
+
+    Returns
+    -------
+    int
+        The least size of a uint8 tensor.
+    """
+    return int(_jacobi.step_workspace_size.default(descriptor, rows, batch, num_segments))
