@@ -3,14 +3,16 @@
 Functions carry the names and arguments of :mod:`jacobi_kernels.ops` plus ``dtype``, the floating type that the whole
 computation uses; results stay in it (float64 by default), so a test sees the rounding error of the op alone. Index
 results and mutations of caller tensors are exactly the op's. ``redraft`` is integer rules without arithmetic: its
-definition is the brute-force twin in its own tests.
+definition is the brute-force twin in its own tests. ``multi_block_step`` is :func:`hidden_states`, then
+:func:`argmax_verify`, :func:`commit` and those rules.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,9 @@ from torch import Tensor
 
 from jacobi_kernels.packing import unpack_weight
 from jacobi_kernels.sampling import splitmix64
+
+if TYPE_CHECKING:
+    from jacobi_kernels.step_weights import StepConfig
 
 NEG_INF = -math.inf
 
@@ -335,3 +340,65 @@ def commit(
             for layer in cache:
                 layer[target] = layer[source]  # the right side is a copy
         cache_seqlens[b] += count
+
+
+# Transformer ----------------------------------------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension."""
+    return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, scale: float) -> Tensor:
+    """Rotary embedding of ``[T, H, D]``: the halves of the first ``2 len(inv_freq)`` dimensions turn by the angles."""
+    angles = (positions[:, None] * inv_freq.to(x.dtype))[:, None, :]
+    cos, sin = scale * torch.cos(angles), scale * torch.sin(angles)
+    half = inv_freq.numel()
+    a, b = x[..., :half], x[..., half : 2 * half]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], -1)
+
+
+def hidden_states(
+    tensors: Mapping[str, Tensor],
+    config: StepConfig,
+    tokens: Tensor,
+    cu_seqlens_q: Tensor,
+    segments: Tensor,
+    cu_segments: Tensor,
+    *,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """``[T, E]``: what enters the head of ``multi_block_step`` for query tokens ``[T]``.
+
+    There is no cache: committed tokens are the first tokens of a sequence's root segment. ``tensors`` and ``config``
+    are those of :func:`jacobi_kernels.step_weights.pack_step_weights`.
+    """
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        y = x @ tensors[name + ".weight"].to(dtype).T
+        return y + tensors[name + ".bias"].to(dtype) if name + ".bias" in tensors else y
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return rms_norm(x, tensors[name + ".weight"].to(dtype), config.norm_eps) if name + ".weight" in tensors else x
+
+    layout = (cu_seqlens_q, segments, cu_segments)
+    positions = torch.zeros(tokens.numel(), dtype=dtype)
+    for seen in row_paths(segments, cu_segments):
+        for row, path in seen.items():
+            positions[row] = len(path) - 1
+    x = tensors["model.embed_tokens.weight"].to(dtype)[tokens.long()]
+    for i in range(config.num_layers):
+        attention, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
+        h = norm(x, f"model.layers.{i}.input_layernorm")
+        q, k, v = (linear(h, attention + p + "_proj").unflatten(-1, (-1, config.head_dim)) for p in "qkv")
+        q, k = norm(q, attention + "q_norm"), norm(k, attention + "k_norm")
+        if not config.use_rope or config.use_rope[i]:
+            q, k = (rotate(t, positions, config.inv_freq, config.rope_scale) for t in (q, k))
+        window = config.windows[i] if config.windows else -1
+        scale = config.softmax_scale
+        out, _ = multi_block_attention(q, k, v, *layout, softmax_scale=scale, window_size=window, dtype=dtype)
+        x = x + linear(out.flatten(1), attention + "o_proj")
+        h = norm(x, f"model.layers.{i}.post_attention_layernorm")
+        x = x + linear(F.silu(linear(h, mlp + "gate_proj")) * linear(h, mlp + "up_proj"), mlp + "down_proj")
+    return norm(x, "model.norm")
