@@ -1,0 +1,187 @@
+"""Jacobi decoding of a causal language model: prefill, then steps that verify many tokens at once, until all rows end."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from jacobi_decoding.batching import check_vocabulary, checked_limits, padded_sequences, stop_lists, unpadded_prompts
+from jacobi_decoding.engine import Engine, choose_engine
+from jacobi_decoding.loading import load_model
+from jacobi_decoding.profiling import op_profile
+from jacobi_decoding.sampling import PerRow, SamplingParams
+from jacobi_decoding.stats import DecodeStats, StatsRecorder
+from jacobi_kernels.state import DecodeState, StateColumn
+
+MODEL_DEFAULT: Any = object()  # eos_token_id: what the model's generation config says
+StopTokens = int | Sequence[int] | Sequence[Sequence[int]] | None
+# Called after every step with the state; may end rows early with cut_row.
+StepCallback = Callable[[DecodeState], None]
+
+
+class JacobiDecoder:
+    """Decodes one model; keeps its packed weights between calls.
+
+    model: a transformers causal language model on the CPU (float32 or bfloat16), or what ``load_model`` takes: a folder,
+    a .gguf file, a cached hub id.
+    path: 'step' (each step is one op; Llama-like models), 'modules' (the model's own modules call our kernels) or 'auto'
+    (step where the model allows it). ``path`` and ``path_reason`` tell which one runs and why.
+    Raises LoadError or UnsupportedModelError, one line with the remedy.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        path: Literal["auto", "step", "modules"] = "auto",
+        dtype: str | torch.dtype = "float32",
+    ) -> None:
+        if isinstance(model, (str, os.PathLike)):
+            loaded = load_model(model, dtype)
+            model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
+        self.model, self.tokenizer = model, tokenizer
+        self.engine: Engine
+        self.engine, self.path_reason = choose_engine(model, path)
+
+    @property
+    def path(self) -> str:
+        """'multi_block_step' or 'modules'."""
+        return self.engine.name
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int | Sequence[int] = 128,
+        block_size: int = 16,
+        blocks: int = 2,
+        candidates: int = 4,
+        pool_from_prompt: bool | Sequence[bool] = True,
+        pool_rows: int = 32,
+        spawn_ratio: float = 0.85,
+        do_sample: bool = False,
+        temperature: PerRow = 1.0,
+        top_k: PerRow | None = None,
+        top_p: PerRow | None = None,
+        seed: int | Sequence[int] | Tensor | None = None,
+        eos_token_id: StopTokens = MODEL_DEFAULT,
+        pad_token_id: int | None = None,
+        streamer: Any = None,
+        step_callback: StepCallback | None = None,
+        return_stats: bool = False,
+        profile: bool = False,
+    ) -> Any:
+        """Continue every row of ``input_ids``; the tokens are those of token-by-token decoding with the same kernels.
+
+        input_ids: LongTensor [batch, prompt]. attention_mask: [batch, prompt], 0 on padding (either side); by default
+        what transformers assumes. Per row where a sequence is allowed: max_new_tokens, pool_from_prompt, temperature,
+        top_k, top_p, seed, and eos_token_id as a list of lists.
+        block_size, blocks, candidates: n, most open blocks K, recycled candidates C; they change speed, never tokens.
+        block_size=1, blocks=1, candidates=0 decodes token by token.
+        pool_from_prompt: guesses may be copied from the prompt. pool_rows, spawn_ratio: see DecodeState.
+        do_sample: seeded sampling with temperature, top_k, top_p; the same seed gives the same tokens for every block
+        setting and batch. seed None: drawn from torch's generator.
+        eos_token_id: stop tokens; by default the generation config's; None: none.
+        streamer: gets the prompt, then tokens as they become final (transformers' TextStreamer works; one row only).
+        step_callback: called with the DecodeState after every step.
+        Returns LongTensor [batch, prompt + new], rows padded behind with pad_token_id; with return_stats=True a pair
+        with DecodeStats. profile=True adds the share of the time in each op to the statistics.
+        Raises ValueError naming the argument.
+        """
+        prompts = unpadded_prompts(input_ids, attention_mask, self._pad_token(pad_token_id, eos_token_id))
+        state = DecodeState.allocate(
+            prompts,
+            max_new_tokens=checked_limits(max_new_tokens),
+            block_size=block_size,
+            blocks=blocks,
+            candidates=candidates,
+            pool_rows=pool_rows,
+            pool_from_prompt=pool_from_prompt,
+            stop_tokens=stop_lists(self._default_eos() if eos_token_id is MODEL_DEFAULT else eos_token_id),
+            spawn_ratio=spawn_ratio,
+        )
+        check_vocabulary(input_ids, self.engine.vocab_size)
+        self.engine.check_length(int(state.state[:, StateColumn.MAX_LEN].max()))
+        sampling = SamplingParams.create(
+            state.batch,
+            self.engine.vocab_size,
+            temperature=temperature if do_sample else 0.0,
+            top_k=top_k,
+            top_p=top_p,
+            seed=int(torch.randint(2**62, ())) if seed is None and do_sample else seed or 0,
+        )
+        if streamer is not None and state.batch != 1:
+            raise ValueError(f"streamer takes one row, got a batch of {state.batch}")
+        stats = DecodeStats("cpu", self.path, block_size, blocks, candidates)
+        self._run(state, sampling, stats, streamer, step_callback, input_ids, profile)
+        sequences = padded_sequences(input_ids, state, self._pad_token(pad_token_id, eos_token_id))
+        return (sequences, stats) if return_stats else sequences
+
+    def _run(
+        self,
+        state: DecodeState,
+        sampling: SamplingParams,
+        stats: DecodeStats,
+        streamer: Any,
+        step_callback: StepCallback | None,
+        input_ids: Tensor,
+        profile: bool,
+    ) -> None:
+        """The decode loop."""
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+        try:
+            with self.engine.running(), op_profile(stats, profile):
+                recorder = StatsRecorder(stats, state)
+                cache = self.engine.allocate_cache(state.batch, state.cache_capacity)
+                while state.running:
+                    recorder.before()
+                    self.engine.step(state, cache, sampling)
+                    if step_callback is not None:
+                        step_callback(state)
+                    recorder.after()
+                    emitted = state.emitted(0)
+                    if streamer is not None and emitted:
+                        streamer.put(torch.tensor(emitted))
+                recorder.finish()
+        finally:
+            if streamer is not None:
+                streamer.end()
+
+    def _default_eos(self) -> StopTokens:
+        config = getattr(self.model, "generation_config", None) or self.model.config
+        return getattr(config, "eos_token_id", None)  # type: ignore[no-any-return]
+
+    def _pad_token(self, pad_token_id: int | None, eos_token_id: StopTokens) -> int | None:
+        """What generate pads with: the argument, the generation config's pad token, else the first stop token."""
+        if pad_token_id is None:
+            config = getattr(self.model, "generation_config", None) or self.model.config
+            pad_token_id = getattr(config, "pad_token_id", None)
+        if pad_token_id is None:
+            stops = stop_lists(self._default_eos() if eos_token_id is MODEL_DEFAULT else eos_token_id)
+            flat = [t for row in stops for t in (row if isinstance(row, Sequence) else [row])]
+            pad_token_id = flat[0] if flat else None
+        return pad_token_id
+
+
+_decoders: weakref.WeakKeyDictionary[Any, JacobiDecoder] = weakref.WeakKeyDictionary()
+
+
+def generate(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
+    """Drop-in for ``model.generate``: Jacobi decoding of a transformers model that is left as it was found.
+
+    options: those of :meth:`JacobiDecoder.generate`. The packed weights are kept with the model and follow changes of
+    its parameters (an optimiser step, for instance).
+    """
+    decoder = _decoders.get(model)
+    if decoder is None:
+        decoder = _decoders[model] = JacobiDecoder(model)
+    return decoder.generate(input_ids, attention_mask, **options)

@@ -1,0 +1,85 @@
+"""What runs a decoding step, and the choice between the two ways."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from jacobi_decoding.errors import UnsupportedModelError
+from jacobi_decoding.sampling import SamplingParams
+from jacobi_kernels.state import DecodeState, StateColumn
+
+CHECK_TOKENS = 8
+
+
+class Engine(Protocol):
+    """Steps one model over a DecodeState."""
+
+    name: str
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_length(self) -> int | None: ...
+    def check_length(self, length: int) -> None: ...
+    def allocate_cache(self, batch: int, capacity: int) -> Any: ...
+    def running(self) -> AbstractContextManager[None]: ...
+    def step(self, state: DecodeState, cache: Any, sampling: SamplingParams) -> None: ...
+
+
+def choose_engine(model: Any, path: str) -> tuple[Engine, str]:
+    """The engine for ``path`` ('auto', 'step' or 'modules') and the reason in words.
+
+    UnsupportedModelError when the wanted path, or with 'auto' neither, can run the model; ValueError for another path.
+    """
+    if path not in ("auto", "step", "modules"):
+        raise ValueError(f"path must be 'auto', 'step' or 'modules', got {path!r}")
+    from jacobi_decoding.module_engine import ModuleEngine
+    from jacobi_decoding.step_engine import StepEngine
+
+    if path == "modules":
+        return ModuleEngine(model), "asked for"
+    try:
+        engine = StepEngine(model)
+        check_step_engine(engine)
+    except UnsupportedModelError as error:
+        if path == "step":
+            raise
+        return ModuleEngine(model), f"{error.what}: {error.why}"
+    name = type(model).__name__.removesuffix("ForCausalLM")
+    return engine, "asked for" if path == "step" else f"{name} models run as one op per step"
+
+
+@torch.no_grad()
+def check_step_engine(engine: Any) -> None:
+    """Decode a few tokens by the step op and compare with the model's own forward over them.
+
+    A token may differ from the model's best only where its logit is within rounding of the best one. Raises
+    UnsupportedModelError otherwise.
+    """
+    model = engine.model
+    prompt = [(7 * i + 3) % engine.vocab_size for i in range(CHECK_TOKENS)]
+    state = DecodeState.allocate([prompt], max_new_tokens=CHECK_TOKENS, block_size=4, blocks=1, candidates=0)
+    with engine.running():
+        cache = engine.allocate_cache(1, state.cache_capacity)
+        while state.running:
+            engine.step(state, cache, SamplingParams())
+    text = state.text[:, : int(state.state[0, StateColumn.TEXT_LEN])].long()
+    was_training = model.training
+    model.eval()
+    try:
+        logits = model(input_ids=text).logits[0, CHECK_TOKENS - 1 : -1].float()
+    finally:
+        model.train(was_training)
+    chosen = logits.gather(1, text[0, CHECK_TOKENS:, None])[:, 0]
+    spread = logits.max(dim=1).values - logits.mean(dim=1)
+    tolerance = (1e-3 if next(model.parameters()).dtype == torch.float32 else 6e-2) * spread
+    missed = (logits.max(dim=1).values - chosen - tolerance).max()
+    if not missed <= 0:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} on the step path",
+            "its tokens differ from those of the model's own forward in the self-check",
+            "use path='modules'",
+        )

@@ -1,0 +1,110 @@
+"""The step path: one decoding step is one call of ``torch.ops.jacobi.multi_block_step``, for models of the Llama kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jacobi_decoding.errors import UnsupportedModelError
+from jacobi_decoding.sampling import SamplingParams
+from jacobi_decoding.step_model import StepModel, describe_step_model
+from jacobi_kernels.state import DecodeState
+from jacobi_kernels.step_weights import StepWeights, aligned_bytes
+
+
+@dataclass
+class StepCache:
+    """Key and value caches of all layers, and the workspace of the step; made by :meth:`StepEngine.allocate_cache`.
+
+    k_cache, v_cache: [layers, B, capacity, kv_heads, head_dim] of the model's dtype; workspace: uint8.
+    """
+
+    k_cache: Tensor
+    v_cache: Tensor
+    workspace: Tensor
+
+
+class StepEngine:
+    """Steps a model of the Llama kind (Llama, Mistral, Qwen2, Qwen3, SmolLM3) without touching its modules.
+
+    model: a transformers causal language model on the CPU, float32 or bfloat16. UnsupportedModelError, with the reason,
+    when the op cannot run it. Weights are packed at first use, and again after a parameter has changed.
+    """
+
+    name = "multi_block_step"
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.step_model: StepModel = describe_step_model(model)
+        self._weights: StepWeights | None = None
+        self._packed_from: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits V."""
+        return self.step_model.config.vocab_size
+
+    @property
+    def max_length(self) -> int | None:
+        """Rotary frequencies of these models are the same at every length."""
+        return None
+
+    def check_length(self, length: int) -> None:
+        """Any length that fits into 31 bits will do."""
+        if length >= 2**31:
+            raise UnsupportedModelError(f"{length} tokens", "positions are 31-bit", "shorten the prompt")
+
+    def weights(self) -> StepWeights:
+        """The packed weights of the model as it is now."""
+        found = tuple((p.data_ptr(), p._version) for p in self.model.parameters())
+        if self._weights is None or found != self._packed_from:
+            self._weights = None  # free the old blob first
+            self._weights = self.step_model.pack()
+            self._packed_from = found
+        return self._weights
+
+    def allocate_cache(self, batch: int, capacity: int) -> StepCache:
+        """A cache of ``capacity`` rows per sequence, at least ``DecodeState.cache_capacity``."""
+        k_cache, v_cache = self.weights().allocate_cache(batch, capacity)
+        return StepCache(k_cache, v_cache, torch.empty(0, dtype=torch.uint8))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Pack the weights once for many steps."""
+        self.weights()
+        yield
+
+    def step(self, state: DecodeState, cache: StepCache, sampling: SamplingParams) -> None:
+        """Evaluate the layout of ``state``, verify, commit and lay out the next step; all in place."""
+        weights = self._weights if self._weights is not None else self.weights()
+        needed = torch.ops.jacobi.step_workspace_size.default(
+            weights.descriptor, state.tokens.shape[0], state.batch, state.segments.shape[0]
+        )
+        if cache.workspace.numel() < needed:  # the first step, or more threads than before
+            cache.workspace = aligned_bytes(needed)
+        torch.ops.jacobi.multi_block_step.default(
+            weights.blob,
+            weights.descriptor,
+            cache.k_cache,
+            cache.v_cache,
+            state.cache_seqlens,
+            state.tokens,
+            state.segments,
+            state.cu_seqlens_q,
+            state.cu_segments,
+            state.text,
+            state.pool,
+            state.state,
+            state.stop_tokens,
+            cache.workspace,
+            block_size=state.block_size,
+            blocks=state.blocks,
+            candidates=state.candidates,
+            spawn_ratio=state.spawn_ratio,
+            **sampling.op_args(),
+        )

@@ -1,0 +1,100 @@
+"""Which transformers models ``multi_block_step`` can run, and their sizes and constants in its terms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from jacobi_decoding.errors import UnsupportedModelError
+from jacobi_kernels.step_weights import DTYPES, StepConfig, StepWeights, pack_step_weights
+
+STEP_CLASSES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "SmolLM3ForCausalLM",
+)
+FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # inverse frequencies that no length changes
+_REMEDY = "the module path (path='auto' or 'modules') may still run it"
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """A model that the step op can run: where its weights are and what its sizes are."""
+
+    model: Any
+    config: StepConfig
+    dtype: torch.dtype
+
+    def pack(self) -> StepWeights:
+        """Pack the current weights; ValueError when one holds NaN or infinity."""
+        tensors = {name: tensor for name, tensor in self.model.state_dict().items() if tensor.is_floating_point()}
+        return pack_step_weights(tensors, self.config, self.dtype)
+
+
+def describe_step_model(model: Any) -> StepModel:
+    """Sizes and constants of ``model`` for the step op; UnsupportedModelError, with the reason, when it cannot run it."""
+    name = type(model).__name__
+    if name not in STEP_CLASSES:
+        raise _refusal(name, "multi_block_step runs " + ", ".join(c.removesuffix("ForCausalLM") for c in STEP_CLASSES))
+    dtypes = {p.dtype for p in model.parameters()}
+    if len(dtypes) != 1 or not dtypes <= set(DTYPES):
+        raise _refusal(name, "all weights must be float32, or all bfloat16")
+    if any(p.device.type != "cpu" for p in model.parameters()):
+        raise _refusal(name, "the CPU kernels need every weight on the CPU")
+    _check_modules(name, model)
+    c = model.config
+    if c.hidden_act != "silu":
+        raise _refusal(name, f"its activation is {c.hidden_act}, not silu")
+    rope = getattr(model.model, "rotary_emb", None)
+    kind = getattr(rope, "rope_type", "default")
+    if rope is None or kind not in FIXED_ROPE:
+        raise _refusal(name, f"its rotary frequencies ({kind}) may change with the length")
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    config = StepConfig(
+        num_layers=c.num_hidden_layers,
+        hidden_size=c.hidden_size,
+        num_heads=c.num_attention_heads,
+        num_kv_heads=c.num_key_value_heads,
+        head_dim=head_dim,
+        intermediate_size=c.intermediate_size,
+        vocab_size=model.get_output_embeddings().weight.shape[0],
+        inv_freq=rope.inv_freq.detach().float().cpu(),
+        norm_eps=c.rms_norm_eps,
+        rope_scale=float(getattr(rope, "attention_scaling", 1.0)),
+        windows=[_window(layer, c, i) for i, layer in enumerate(model.model.layers)],
+        use_rope=[bool(getattr(layer.self_attn, "use_rope", True)) for layer in model.model.layers],
+    )
+    return StepModel(model, config, dtypes.pop())
+
+
+def _window(layer: Any, config: Any, index: int) -> int:
+    """Earlier keys that a layer's queries see: transformers' window counts the query itself; -1 is all."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[index] != "sliding_attention":
+        return -1
+    window = getattr(layer.self_attn, "sliding_window", None)
+    if window is None and kinds is None and type(layer.self_attn).__name__.startswith("Mistral"):
+        window = config.sliding_window
+    return -1 if window is None else int(window) - 1
+
+
+def _check_modules(name: str, model: Any) -> None:
+    """Refuse what the packed weights would not show: adapters, quantised layers, hooks."""
+    plain = (nn.Linear, nn.Embedding)
+    for path, module in model.named_modules():
+        hooks = (module._forward_hooks, module._forward_pre_hooks)
+        if any(hooks):
+            raise _refusal(name, f"module {path or 'itself'} has forward hooks, which the op would not call")
+        if isinstance(module, plain) and type(module) not in plain:
+            raise _refusal(name, f"{path} is a {type(module).__name__}, not a plain layer")
+        if path.endswith("_proj") and type(module) is not nn.Linear:
+            raise _refusal(name, f"{path} is a {type(module).__name__}, not a plain linear layer")
+
+
+def _refusal(name: str, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{name} on the step path", why, _REMEDY)
