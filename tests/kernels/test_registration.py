@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+import jacobi_kernels
 from jacobi_kernels import StepConfig, ops, pack_step_weights
 from jacobi_kernels._ops import SCHEMAS
 from jacobi_kernels.state import DecodeState
@@ -44,10 +49,15 @@ class Call(NamedTuple):
     def fresh(self) -> Call:
         """A copy that may be mutated."""
 
-        def copied(values: dict[str, Any]) -> dict[str, Any]:
-            return {n: v.clone() if isinstance(v, Tensor) else v for n, v in values.items()}
+        def copied(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if value._base is None:
+                return value.clone()
+            return value._base.clone().as_strided(value.size(), value.stride(), value.storage_offset())
 
-        return Call(self.op, copied(self.args), copied(self.options))
+        args, options = ({n: copied(v) for n, v in values.items()} for values in (self.args, self.options))
+        return Call(self.op, args, options)
 
 
 def arguments(op: str, *values: Any, **options: Any) -> Call:
@@ -67,6 +77,16 @@ def cached_attention_call(dtype: torch.dtype, page_size: int | None = None) -> C
     q, k, v, *layout = plain.args.values()
     values = (q, k, v, cache.k.nan_to_num(), cache.v.nan_to_num(), cache.lengths, *layout)
     return arguments("multi_block_attention_with_kvcache", *values, page_table=cache.page_table, softmax_scale=0.2)
+
+
+def cached_attention_of_views_call(dtype: torch.dtype) -> Call:
+    """q, k and v are slices of one projection, the caches one layer of a larger tensor."""
+    call = cached_attention_call(dtype)
+    fused = torch.cat([call.args[name] for name in "qkv"], 1)
+    caches = torch.stack([call.args["k_cache"], call.args["v_cache"]], 2)
+    views = {"q": fused[:, :4], "k": fused[:, 4:6], "v": fused[:, 6:]}
+    views |= {"k_cache": caches[:, :, 0], "v_cache": caches[:, :, 1]}
+    return call._replace(args={name: views.get(name, value) for name, value in call.args.items()})
 
 
 def verify_call(dtype: torch.dtype, sampling: bool = False) -> Call:
@@ -164,6 +184,7 @@ CALLS: dict[str, Callable[[torch.dtype], Call]] = {
         "multi_block_attention", *(torch.empty(0, h, 16, dtype=d) for h in (4, 2, 2)), *make_layout([[]])
     ),
     "cached_attention": cached_attention_call,
+    "cached_attention_of_views": cached_attention_of_views_call,
     "cached_attention_in_pages": lambda d: cached_attention_call(d, 4),
     "argmax_verify": verify_call,
     "argmax_verify_sampling": lambda d: verify_call(d, sampling=True),
@@ -370,6 +391,26 @@ def test_fakes_check_too() -> None:
         RuntimeError, match=r"multi_block_attention: k must have shape .* = \[8, \*, 32\], got \[8, 3, 16\]"
     ):
         call.overload(*meta.values())
+
+
+def python(code: str, **environment: str) -> str:
+    """What a fresh interpreter prints."""
+    root = Path(jacobi_kernels.__file__).parent.parent
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=root, env=os.environ | environment, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+def test_environment_chooses_the_instruction_set() -> None:
+    ask = "import jacobi_kernels, torch; print(torch.ops.jacobi._cpu_isa(''))"
+    assert python(ask, JACOBI_CPU_ISA="scalar") == "scalar\n"
+    warned = python(ask, JACOBI_CPU_ISA="mmx")
+    assert "JACOBI_CPU_ISA=mmx is not available here" in warned
+
+
+def test_a_missing_binary_says_how_to_build_it() -> None:
+    output = python("import sys; sys.modules['jacobi_kernels._C'] = None; import jacobi_kernels")
+    assert output.splitlines()[-1].startswith("ImportError: jacobi_kernels._C is not built: run `python setup.py")
 
 
 def test_instruction_sets_can_be_asked_and_refused() -> None:
