@@ -24,7 +24,16 @@ DEFINES = [("JACOBI_X86", "1")] * X86 + [("JACOBI_HAVE_SIMDE", "1")] * SIMDE
 ISA_FLAGS = {
     "scalar": [],
     "avx2": ["-mavx2", "-mfma"],
-    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-Wno-maybe-uninitialized", "-Wno-uninitialized"],
+    "avx512": [
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512dq",
+        "-mavx512vl",
+        "-mavx2",
+        "-mfma",
+        "-Wno-maybe-uninitialized",
+        "-Wno-uninitialized",
+    ],
     "simde": ["-mavx2", "-mfma", "-Wno-psabi"],
 }
 BUILT_ISAS = ["scalar"] + ["avx2", "avx512"] * X86 + ["simde"] * SIMDE

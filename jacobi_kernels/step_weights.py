@@ -102,12 +102,22 @@ class StepConfig:
     use_rope: Sequence[bool] = field(default_factory=tuple)
 
     def __post_init__(self) -> None:
-        sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size")
+        sizes = (
+            "num_layers",
+            "hidden_size",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "intermediate_size",
+            "vocab_size",
+        )
         for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"StepConfig: {name} must be at least 1, got {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"StepConfig: num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
+            raise ValueError(
+                f"StepConfig: num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}"
+            )
         if self.head_dim > 256 or 2 * self.inv_freq.numel() > self.head_dim:
             raise ValueError(
                 f"StepConfig: head_dim must be at most 256 and at least twice the {self.inv_freq.numel()} inverse "
@@ -334,4 +344,6 @@ def load_step_weights(path: str | Path) -> StepWeights:
             raise ValueError("another format")
         return weights
     except (OSError, SafetensorError, KeyError, ValueError, IndexError) as error:
-        raise ValueError(f"{path} is not a file of packed step weights ({error}): make one with `jacobi pack`") from error
+        raise ValueError(
+            f"{path} is not a file of packed step weights ({error}): make one with `jacobi pack`"
+        ) from error

@@ -1,6 +1,6 @@
-// The descriptor of packed step weights: int64 words that say what the blob holds and where; the same fields, in the same
-// order, as jacobi_kernels.step_weights. Floats are stored as the bits of a float32. Offsets are bytes into the blob,
-// multiples of 64, or -1 for what a model lacks.
+// The descriptor of packed step weights: int64 words that say what the blob holds and where; the same fields, in the
+// same order, as jacobi_kernels.step_weights. Floats are stored as the bits of a float32. Offsets are bytes into the
+// blob, multiples of 64, or -1 for what a model lacks.
 #pragma once
 
 #include <cstdint>
@@ -11,26 +11,26 @@ constexpr int64_t kStepMagic = 0x4A41434F42490001;  // "JACOBI", format 1
 
 enum DescriptorField : int32_t {
   kMagic = 0,
-  kWeightType,   // 0 float32, 1 bfloat16: the matrices; norms and biases are float32
-  kLayers,       // number of layers
-  kHidden,       // hidden size
-  kHeads,        // query heads
-  kKvHeads,      // key/value heads
-  kHeadDim,      // per head
-  kFfn,          // intermediate size
-  kVocab,        // vocabulary size
-  kNormEps,      // float bits
-  kSoftmaxScale, // float bits
-  kRopeDim,      // rotated dimensions per head, even
-  kRopeScale,    // float bits: attention scaling of the rotary embedding
-  kLogitScale,   // float bits
-  kLogitSoftcap, // float bits, 0: off
-  kInvFreq,      // float32 [kRopeDim / 2]
-  kEmbedding,    // [vocab, hidden] rows, or -1: tied to the head
-  kFinalNorm,    // float32 [hidden]
-  kLmHead,       // packed [ceil(vocab / 16), hidden, 16]
-  kLmHeadBias,   // float32 [vocab] or -1
-  kBlobBytes,    // size of the blob
+  kWeightType,    // 0 float32, 1 bfloat16: the matrices; norms and biases are float32
+  kLayers,        // number of layers
+  kHidden,        // hidden size
+  kHeads,         // query heads
+  kKvHeads,       // key/value heads
+  kHeadDim,       // per head
+  kFfn,           // intermediate size
+  kVocab,         // vocabulary size
+  kNormEps,       // float bits
+  kSoftmaxScale,  // float bits
+  kRopeDim,       // rotated dimensions per head, even
+  kRopeScale,     // float bits: attention scaling of the rotary embedding
+  kLogitScale,    // float bits
+  kLogitSoftcap,  // float bits, 0: off
+  kInvFreq,       // float32 [kRopeDim / 2]
+  kEmbedding,     // [vocab, hidden] rows, or -1: tied to the head
+  kFinalNorm,     // float32 [hidden]
+  kLmHead,        // packed [ceil(vocab / 16), hidden, 16]
+  kLmHeadBias,    // float32 [vocab] or -1
+  kBlobBytes,     // size of the blob
   kHeaderFields,
 };
 

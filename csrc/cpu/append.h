@@ -1,5 +1,5 @@
-// Appends the keys and values of live query rows to a cache: row r of sequence b goes to cache row L + (r - cu_seqlens_q[b]),
-// L its committed length. Holes are not written. Bytes: each live row read and written once.
+// Appends the keys and values of live query rows to a cache: row r of sequence b goes to cache row L + (r -
+// cu_seqlens_q[b]), L its committed length. Holes are not written. Bytes: each live row read and written once.
 #pragma once
 #include <string.h>
 

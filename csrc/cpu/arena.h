@@ -1,5 +1,5 @@
-// Scratch memory handed out in order from one block that the caller owns. With no block it only counts, so that the same
-// code tells how large the block must be.
+// Scratch memory handed out in order from one block that the caller owns. With no block it only counts, so that the
+// same code tells how large the block must be.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -10,7 +10,8 @@ class Arena {
  public:
   Arena(void* base, size_t size) : base_(static_cast<char*>(base)), size_(size) {}
 
-  // `count` uninitialised values, 64-byte aligned when the block is; null while counting or when the block is too small.
+  // `count` uninitialised values, 64-byte aligned when the block is; null while counting or when the block is too
+  // small.
   template <class T>
   T* take(int64_t count) {
     const size_t begin = used_;

@@ -5,11 +5,11 @@
 //
 // A key's slot is its logical position on the query's path. Tiles are 64 slots, [64t, 64t + 64); spans are 4 tiles.
 // Tiles wholly below L, the committed length, are the same for all queries of the sequence; tiles that reach past L are
-// gathered once per segment, whose queries share them. A unit of work is up to kUnitRows rows (query, head of the group)
-// of one sequence and one key/value head: each tile is loaded once for all of them.
+// gathered once per segment, whose queries share them. A unit of work is up to kUnitRows rows (query, head of the
+// group) of one sequence and one key/value head: each tile is loaded once for all of them.
 //
-// Per tile: keys are transposed to [head_dim][64]. Scores: 4 rows x 64 keys in registers, lanes are keys. Softmax: 16 rows
-// at a time. Values: 4 rows x 64 dimensions in registers, lanes are dimensions.
+// Per tile: keys are transposed to [head_dim][64]. Scores: 4 rows x 64 keys in registers, lanes are keys. Softmax: 16
+// rows at a time. Values: 4 rows x 64 dimensions in registers, lanes are dimensions.
 //
 // Reduction order, per query, whatever it runs beside:
 //   q . k       q times scale first, then one chain of fma over d = 0, 1, ...
@@ -33,22 +33,22 @@ using jacobi::cpu::AttentionUnit;
 using jacobi::cpu::DType;
 
 constexpr int kTile = 64, kSpan = jacobi::cpu::kAttentionSpan;
-constexpr int kRows = 4;                            // rows of one register block
-constexpr int kVecs = kRegisters >= 32 ? 4 : 1;     // vectors of keys or dimensions of one register block
+constexpr int kRows = 4;                         // rows of one register block
+constexpr int kVecs = kRegisters >= 32 ? 4 : 1;  // vectors of keys or dimensions of one register block
 constexpr float kNone = -__builtin_inff();
 
 // Scratch of one thread, and the unit at hand.
 struct Work {
-  int64_t dim, padded;  // head_dim, and that rounded up to 16
-  int64_t group;        // query heads per key/value head
-  int64_t rows;         // of the unit: row = query * group + head of the group
-  float *q;             // [rows][dim], times scale
-  float *out, *sum, *best;                      // of the span: [rows][padded], [rows][16], [rows]
-  float *total, *total_sum, *total_best;        // of the spans before: [rows][padded], [rows], [rows]
-  float *keys, *values, *scores;                // [padded][64], [64][padded], [16][64]
-  const float* value[kTile];                    // rows of values, or of the cache itself
-  int32_t *query, *position;                    // [rows] absolute query row, slot of the query itself
-  int32_t *first, *last;                        // [rows] slots of the tile that the row sees: [first, last)
+  int64_t dim, padded;                    // head_dim, and that rounded up to 16
+  int64_t group;                          // query heads per key/value head
+  int64_t rows;                           // of the unit: row = query * group + head of the group
+  float* q;                               // [rows][dim], times scale
+  float *out, *sum, *best;                // of the span: [rows][padded], [rows][16], [rows]
+  float *total, *total_sum, *total_best;  // of the spans before: [rows][padded], [rows], [rows]
+  float *keys, *values, *scores;          // [padded][64], [64][padded], [16][64]
+  const float* value[kTile];              // rows of values, or of the cache itself
+  int32_t *query, *position;              // [rows] absolute query row, slot of the query itself
+  int32_t *first, *last;                  // [rows] slots of the tile that the row sees: [first, last)
 };
 
 inline int64_t carve(const AttentionArgs& a, char* base, Work& w) {
@@ -102,8 +102,8 @@ inline void path_rows(const AttentionArgs& a, int64_t b, int32_t s, int32_t begi
 
 // Where the `count` rows of one key/value head begin.
 template <class T>
-inline void row_pointers(const AttentionArgs& a, int64_t b, int64_t head, const int32_t* rows, int count,
-                         const T** key, const T** value) {
+inline void row_pointers(const AttentionArgs& a, int64_t b, int64_t head, const int32_t* rows, int count, const T** key,
+                         const T** value) {
   int64_t base = head * a.kv_head_stride;
   base += a.cache_seqlens == nullptr ? a.cu_seqlens_q[b] * a.kv_row_stride : b * a.kv_batch_stride;
   const T *k = static_cast<const T*>(a.k), *v = static_cast<const T*>(a.v);
@@ -431,8 +431,7 @@ inline void write_row(const AttentionArgs& a, int64_t row, int64_t head, const f
 }
 
 inline void write_out(const AttentionArgs& a, int64_t row, int64_t head, const float* x, float divisor) {
-  a.out_type == DType::f32 ? write_row<float>(a, row, head, x, divisor)
-                           : write_row<uint16_t>(a, row, head, x, divisor);
+  a.out_type == DType::f32 ? write_row<float>(a, row, head, x, divisor) : write_row<uint16_t>(a, row, head, x, divisor);
 }
 
 inline void end_unit(const AttentionArgs& a, const Work& w, const AttentionUnit& u) {

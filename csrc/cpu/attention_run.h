@@ -1,7 +1,7 @@
 // Plans one call of attention and runs it over threads. Nothing here can change a bit of the result.
 //
-// A unit is at most kAttentionUnitRows rows (query, head of the group) of one sequence and key/value head. When there are
-// too few units for the threads (decoding with a batch of one), each unit becomes one item per span of its keys.
+// A unit is at most kAttentionUnitRows rows (query, head of the group) of one sequence and key/value head. When there
+// are too few units for the threads (decoding with a batch of one), each unit becomes one item per span of its keys.
 #pragma once
 
 #include "cpu/arena.h"
@@ -13,7 +13,8 @@ namespace jacobi::cpu {
 constexpr int64_t kAttentionPartialBytes = 4 << 20;  // no splitting when the spans' results would need more
 constexpr int64_t kAttentionGrain = 1 << 18;         // multiply-adds that are worth a thread
 
-// Units of `queries` live queries of one sequence, per key/value head; one for an empty sequence, whose holes it writes.
+// Units of `queries` live queries of one sequence, per key/value head; one for an empty sequence, whose holes it
+// writes.
 inline int64_t units_of(const AttentionArgs& a, int64_t queries) {
   const int64_t group = a.heads / a.kv_heads, limit = kAttentionUnitRows > group ? kAttentionUnitRows / group : 1;
   return queries > limit ? (queries + limit - 1) / limit : 1;

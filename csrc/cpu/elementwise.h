@@ -1,5 +1,5 @@
-// Row and element operations: activations, RMS norm, conversions. One element's bits do not depend on its neighbours or on
-// its place in the array: tails are padded to a whole vector and go through the same code.
+// Row and element operations: activations, RMS norm, conversions. One element's bits do not depend on its neighbours or
+// on its place in the array: tails are padded to a whole vector and go through the same code.
 #pragma once
 
 #include <math.h>
@@ -52,7 +52,8 @@ inline void silu_mul(const float* gate, const float* up, float* y, int64_t n) {
 }
 
 inline void add_to(const float* x, float* y, int64_t n) {
-  for (int64_t i = 0; i < n; i += 16) store_up_to(y + i, add(load_up_to(y + i, n - i), load_up_to(x + i, n - i)), n - i);
+  for (int64_t i = 0; i < n; i += 16)
+    store_up_to(y + i, add(load_up_to(y + i, n - i), load_up_to(x + i, n - i)), n - i);
 }
 
 // Sum of squares: lane l takes elements l, l + 16, ..., then the tree of reduce_add.

@@ -1,7 +1,7 @@
 """Fit the polynomials of vec_math.h (Chebyshev interpolation in float64) and print their coefficients.
 
-Run `python csrc/cpu/fit_math.py` after changing a range or a degree and paste the output into vec_math.h. Each line gives
-the largest relative error of the float64 polynomial over its range; float32 rounding (6e-8) comes on top.
+Run `python csrc/cpu/fit_math.py` after changing a range or a degree and paste the output into vec_math.h. Each line
+gives the largest relative error of the float64 polynomial over its range; float32 rounding (6e-8) comes on top.
 """
 
 import math
@@ -42,9 +42,11 @@ def main() -> None:
     )
     fit(
         "(tanh(x) - x) / x^3 in z = x^2",
-        lambda z: (math.tanh(math.sqrt(z)) - math.sqrt(z)) / math.sqrt(z) ** 3
-        if z > 1e-3
-        else -1 / 3 + 2 * z / 15 - 17 * z * z / 315 + 62 * z**3 / 2835,
+        lambda z: (
+            (math.tanh(math.sqrt(z)) - math.sqrt(z)) / math.sqrt(z) ** 3
+            if z > 1e-3
+            else -1 / 3 + 2 * z / 15 - 17 * z * z / 315 + 62 * z**3 / 2835
+        ),
         0.0,
         0.39,
         4,

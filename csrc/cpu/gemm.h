@@ -2,11 +2,11 @@
 //
 //   acc[r][c] = sum over k of x[r][k] * w[panel][k][c]
 //
-// Tiling: a micro-kernel keeps R rows x P panels of accumulators in registers and walks k once; each weight vector that it
-// loads is used by R rows, each broadcast x by P panels. More rows than fit are split into near-equal row tiles while the
-// panels stay in cache, so a weight is read from memory once per call.
-// Reduction order: k = 0, 1, ... in one chain of fma per output. R, P, the row split and threads cannot change a bit.
-// Bytes: the packed weights once (64 * k per float panel, 32 * k per bf16 panel). Operations: 2 * rows * n * k.
+// Tiling: a micro-kernel keeps R rows x P panels of accumulators in registers and walks k once; each weight vector that
+// it loads is used by R rows, each broadcast x by P panels. More rows than fit are split into near-equal row tiles
+// while the panels stay in cache, so a weight is read from memory once per call. Reduction order: k = 0, 1, ... in one
+// chain of fma per output. R, P, the row split and threads cannot change a bit. Bytes: the packed weights once (64 * k
+// per float panel, 32 * k per bf16 panel). Operations: 2 * rows * n * k.
 #pragma once
 
 namespace JACOBI_ISA {
@@ -19,7 +19,8 @@ constexpr int panels_per_tile(int rows) {
 }
 
 template <int R, int P, class W>
-[[gnu::always_inline]] inline void micro_kernel(const float* x, int64_t x_stride, const W* w, int64_t k, vec (&acc)[R][P]) {
+[[gnu::always_inline]] inline void micro_kernel(const float* x, int64_t x_stride, const W* w, int64_t k,
+                                                vec (&acc)[R][P]) {
   const int64_t panel = 16 * k;
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r)

@@ -2,12 +2,12 @@
 //
 //   logit = softcap(scale * (x . w + bias));   greedy: argmax logit;   sampling: argmax logit / temperature + gumbel
 //
-// Each row keeps, per lane, the best value so far and its token id; panels ascend, so a strict comparison keeps the lowest
-// id. Ranges of panels (threads) merge by (value, lowest id), which does not depend on how they were cut. NaN counts as the
-// largest value, as in torch.argmax. Gumbel noise is a hash of (seed, position, token id), common/sampling.h, so a token's
-// noise is the same wherever it is evaluated; lanes that cannot win even with the largest noise skip it.
-// top-k and top-p need a row of logits: filtered_sample works on a scratch row that the caller owns.
-// Bytes: the head's packed weights once. Operations: 2 * rows * vocab * k, and about 60 per noise value drawn.
+// Each row keeps, per lane, the best value so far and its token id; panels ascend, so a strict comparison keeps the
+// lowest id. Ranges of panels (threads) merge by (value, lowest id), which does not depend on how they were cut. NaN
+// counts as the largest value, as in torch.argmax. Gumbel noise is a hash of (seed, position, token id),
+// common/sampling.h, so a token's noise is the same wherever it is evaluated; lanes that cannot win even with the
+// largest noise skip it. top-k and top-p need a row of logits: filtered_sample works on a scratch row that the caller
+// owns. Bytes: the head's packed weights once. Operations: 2 * rows * vocab * k, and about 60 per noise value drawn.
 #pragma once
 
 #include <algorithm>
@@ -67,7 +67,8 @@ void head_as(const HeadArgs& a, HeadBest* best, int64_t begin, int64_t end) {
       logit = add(logit, gumbel(noise_key(s.seed, s.position), id));
     }
     mask better = wins(logit, value);
-    if (left < 16) better = and_not(better, negative(add(iset1(static_cast<int32_t>(a.vocab - 1)), mul(id, iset1(-1)))));
+    if (left < 16)
+      better = and_not(better, negative(add(iset1(static_cast<int32_t>(a.vocab - 1)), mul(id, iset1(-1)))));
     if (!any(better)) return;
     store(b.value, select(better, logit, value));
     istore(b.id, select(better, id, iload(b.id)));
@@ -79,7 +80,8 @@ inline void head(const HeadArgs& a, HeadBest* best, int64_t begin, int64_t end) 
   a.w_type == DType::f32 ? head_as<float>(a, best, begin, end) : head_as<uint16_t>(a, best, begin, end);
 }
 
-// Running winner by (value, lowest id), NaN largest. Starts below every logit; all logits -inf: token 0, as argmax gives.
+// Running winner by (value, lowest id), NaN largest. Starts below every logit; all logits -inf: token 0, as argmax
+// gives.
 struct Winner {
   float value = -__builtin_inff();
   int32_t id = INT32_MAX;
@@ -103,7 +105,8 @@ inline void head_finish(const HeadBest* best, int64_t parts, int64_t rows, int32
   }
 }
 
-// Temperature, then top-k, then top-p in the order of transformers' warpers; ties by token id; sums in double, in sorted order.
+// Temperature, then top-k, then top-p in the order of transformers' warpers; ties by token id; sums in double, in
+// sorted order.
 inline int32_t filtered_sample(const Sampler& s, float* logits, int32_t* order, int64_t vocab) {
   for (int64_t i = 0; i < vocab; i += 16)
     store_up_to(logits + i, div(load_up_to(logits + i, vocab - i), set1(s.temperature)), vocab - i);

@@ -5,9 +5,9 @@
 
 #include "cpu/kernels.h"
 
-#define JACOBI_DECLARE(isa)                     \
-  namespace jacobi_##isa {                      \
-  jacobi::cpu::Kernels table(const char* name); \
+#define JACOBI_DECLARE(isa)                       \
+  namespace jacobi_##isa {                        \
+    jacobi::cpu::Kernels table(const char* name); \
   }
 JACOBI_DECLARE(scalar)
 #ifdef JACOBI_X86
@@ -56,8 +56,8 @@ const Kernels* choose_at_load() {
   const char* wanted = getenv("JACOBI_CPU_ISA");
   if (wanted == nullptr || wanted[0] == 0) return find(nullptr);
   if (const Kernels* found = find(wanted)) return found;
-  fprintf(stderr, "jacobi_kernels: JACOBI_CPU_ISA=%s is not available here (%s); using %s\n", wanted, available_kernels(),
-          find(nullptr)->name);
+  fprintf(stderr, "jacobi_kernels: JACOBI_CPU_ISA=%s is not available here (%s); using %s\n", wanted,
+          available_kernels(), find(nullptr)->name);
   return find(nullptr);
 }
 

@@ -1,7 +1,8 @@
-// The CPU kernels as a table of function pointers, one table per instruction set. No torch here: plain pointers and sizes.
+// The CPU kernels as a table of function pointers, one table per instruction set. No torch here: plain pointers and
+// sizes.
 //
-// Every function works on a range of independent items, so that the caller decides on threads (parallel.h). The bits of an
-// item never depend on the range, the number of rows, the tile or the instruction set.
+// Every function works on a range of independent items, so that the caller decides on threads (parallel.h). The bits of
+// an item never depend on the range, the number of rows, the tile or the instruction set.
 #pragma once
 #include <stdint.h>
 
@@ -46,8 +47,8 @@ struct HeadArgs {
   DType w_type;
   const void* bias;  // [vocab] or null
   DType bias_type;
-  float scale, softcap;      // logit = softcap(scale * (x.w + bias)); softcap 0: off
-  const Sampler* samplers;   // [rows]
+  float scale, softcap;     // logit = softcap(scale * (x.w + bias)); softcap 0: off
+  const Sampler* samplers;  // [rows]
 };
 
 // Best token of each row over a range of panels: 16 lanes that are merged at the end by (value, lowest id).
@@ -56,7 +57,8 @@ struct HeadBest {
   int32_t id[16];
 };
 
-// Attention runs in units: some consecutive live queries of one sequence, for one key/value head (attention_run.h plans).
+// Attention runs in units: some consecutive live queries of one sequence, for one key/value head (attention_run.h
+// plans).
 struct AttentionUnit {
   int32_t sequence, kv_head;
   int32_t segment, index;  // first query: token `index` of segment `segment`
@@ -66,7 +68,8 @@ struct AttentionUnit {
 constexpr int kAttentionUnitRows = 96;  // (query, head) rows of a unit, more only if one query's group has more
 constexpr int kAttentionSpan = 256;     // slots that reduce by themselves before they are merged
 
-// Attention of one packed batch by block layout. The kernel file (attention.h) tells the tiling and the reduction order.
+// Attention of one packed batch by block layout. The kernel file (attention.h) tells the tiling and the reduction
+// order.
 struct AttentionArgs {
   const void* q;  // [rows, heads, head_dim], row stride q_stride, heads dense
   DType q_type;
@@ -75,9 +78,10 @@ struct AttentionArgs {
   DType out_type;
   int64_t out_stride;
   float* lse;  // [heads, rows] or null
-  // Keys and values: row r of sequence b lies at base + b * batch_stride + r * row_stride elements, or, with a page table,
-  // at base + page_table[b][r / page_size] * page_stride + (r % page_size) * row_stride; head h at + h * head_stride.
-  // Without cache_seqlens there is no cache: row r of sequence b lies at base + (cu_seqlens_q[b] + r) * row_stride.
+  // Keys and values: row r of sequence b lies at base + b * batch_stride + r * row_stride elements, or, with a page
+  // table, at base + page_table[b][r / page_size] * page_stride + (r % page_size) * row_stride; head h at + h *
+  // head_stride. Without cache_seqlens there is no cache: row r of sequence b lies at base + (cu_seqlens_q[b] + r) *
+  // row_stride.
   const void* k;
   const void* v;
   DType kv_type;

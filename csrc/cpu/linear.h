@@ -1,4 +1,5 @@
-// y = x W^T + bias over packed panels (gemm.h): the bias is added after the whole sum, then one rounding to the type of y.
+// y = x W^T + bias over packed panels (gemm.h): the bias is added after the whole sum, then one rounding to the type of
+// y.
 #pragma once
 
 namespace JACOBI_ISA {

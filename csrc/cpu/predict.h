@@ -1,5 +1,6 @@
 // Predictions of one pass: which rows need one, the head over threads, the sampler of each row. Then acceptance.
-// Memory: scratch from the caller's arena; the logits of a row exist only for top-k or top-p, in the caller's scratch rows.
+// Memory: scratch from the caller's arena; the logits of a row exist only for top-k or top-p, in the caller's scratch
+// rows.
 #pragma once
 
 #include "common/accept.h"
@@ -40,8 +41,8 @@ struct VerifyArgs {
   const void* hidden;  // [rows, hidden] of hidden_type
   DType hidden_type;
   Layout layout;
-  const int32_t* tokens;         // [rows]
-  const int32_t* num_final;      // stride between sequences, or null: 1 each
+  const int32_t* tokens;     // [rows]
+  const int32_t* num_final;  // stride between sequences, or null: 1 each
   int64_t num_final_stride;
   const int32_t* cache_seqlens;  // [batch]
   Sampling sampling;
@@ -138,11 +139,10 @@ inline void verify(const Head& head, const VerifyArgs& a, Arena& arena) {
 
   for (int32_t b = 0; b < layout.batch; ++b) {
     const int32_t first = layout.cu_segments[b];
-    const AcceptResult result = accept_sequence({layout.segments, first, layout.cu_segments[b + 1],
-                                                 layout.cu_seqlens_q[b], layout.cu_seqlens_q[b + 1], a.tokens,
-                                                 a.predictions,
-                                                 a.num_final != nullptr ? a.num_final[b * a.num_final_stride] : 1,
-                                                 accepted_of_segment + first, a.accepted_rows});
+    const AcceptResult result = accept_sequence(
+        {layout.segments, first, layout.cu_segments[b + 1], layout.cu_seqlens_q[b], layout.cu_seqlens_q[b + 1],
+         a.tokens, a.predictions, a.num_final != nullptr ? a.num_final[b * a.num_final_stride] : 1,
+         accepted_of_segment + first, a.accepted_rows});
     a.num_accepted[b] = result.num_accepted;
     a.winner[b] = result.winner;
     a.fixed_point[b] = result.fixed_point;

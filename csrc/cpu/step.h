@@ -1,7 +1,7 @@
 // multi_block_step on the CPU: one decode step of a Llama-like transformer over the live query rows.
 //
-//   x = embedding; per layer: x += attention_out(attention(rope(qkv(norm(x))))), x += down(silu(gate(norm(x))) up(norm(x)))
-//   predictions = head(norm(x)); acceptance; commit; redraft
+//   x = embedding; per layer: x += attention_out(attention(rope(qkv(norm(x))))), x += down(silu(gate(norm(x)))
+//   up(norm(x))) predictions = head(norm(x)); acceptance; commit; redraft
 //
 // Activations are float32 whatever the weights are; keys and values are rounded to the type of the cache. Holes of the
 // layout cost nothing: the rows are compacted first, and the cache slot of a row is its place among the live rows.
@@ -30,8 +30,8 @@ struct StepCache {
 };
 
 struct StepArgs {
-  Layout layout;           // fixed slots with holes
-  const int32_t* tokens;   // [rows]
+  Layout layout;             // fixed slots with holes
+  const int32_t* tokens;     // [rows]
   const int32_t* num_final;  // first sequence's, stride kStateColumns
   StepCache cache;
   Sampling sampling;
@@ -82,8 +82,8 @@ inline LiveRows compact(const StepArgs& a, Arena& arena) {
 }
 
 // y = x W^T + bias, everything float but the weights
-inline void run_linear(const float* x, int64_t rows, int64_t k, const void* w, DType w_type, const float* bias, float* y,
-                       int64_t n) {
+inline void run_linear(const float* x, int64_t rows, int64_t k, const void* w, DType w_type, const float* bias,
+                       float* y, int64_t n) {
   const LinearArgs args{x, k, rows, k, n, w, w_type, bias, DType::f32, y, DType::f32, n};
   parallel_for((n + 15) / 16, 1 + 8192 / k, [&](int64_t begin, int64_t end) { kernels().linear(args, begin, end); });
 }
@@ -249,9 +249,21 @@ inline StepResult evaluate(const StepModel& m, const StepArgs& a, Arena& arena) 
   const LiveRows live = compact(a, arena);
   float* x = arena.take<float>(live.layout.rows * m.hidden());
   forward(m, a, live, x, arena);
-  const VerifyArgs args{x,           DType::f32,       live.layout, live.token,    a.num_final,         kStateColumns,
-                        a.cache.seqlens, a.sampling,   a.logits_scratch, a.scratch_rows, predictions, accepted_rows,
-                        result.num_accepted, winner,   result.fixed_point};
+  const VerifyArgs args{x,
+                        DType::f32,
+                        live.layout,
+                        live.token,
+                        a.num_final,
+                        kStateColumns,
+                        a.cache.seqlens,
+                        a.sampling,
+                        a.logits_scratch,
+                        a.scratch_rows,
+                        predictions,
+                        accepted_rows,
+                        result.num_accepted,
+                        winner,
+                        result.fixed_point};
   PhaseClock clock;
   verify(m.head(), args, arena);
   clock.charge(kVerify);

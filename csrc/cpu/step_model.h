@@ -19,7 +19,8 @@ class StepModel {
  public:
   // Null when the descriptor is sound, else what is wrong with it. `words` int64 values; the blob has `blob_bytes`.
   const char* read(const int64_t* descriptor, int64_t words, const void* blob, int64_t blob_bytes) {
-    if (words < kHeaderFields || descriptor[kMagic] != kStepMagic) return "is not the descriptor of packed step weights";
+    if (words < kHeaderFields || descriptor[kMagic] != kStepMagic)
+      return "is not the descriptor of packed step weights";
     d_ = descriptor;
     blob_ = static_cast<const char*>(blob);
     blob_bytes_ = blob_bytes;

@@ -81,8 +81,8 @@ inline void store_high_halves(uint16_t* p, ivec bits) {
 
 // lane l += lane l + 8, then 4, 2, 1
 inline float reduce_add(vec x) {
-  __m256 y = _mm256_add_ps(_mm512_castps512_ps256(x.v),
-                           _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x.v), 1)));
+  __m256 y =
+      _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x.v), 1)));
   __m128 z = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
   z = _mm_add_ps(z, _mm_movehl_ps(z, z));
   return _mm_cvtss_f32(_mm_add_ss(z, _mm_shuffle_ps(z, z, 1)));

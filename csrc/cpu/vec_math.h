@@ -18,7 +18,8 @@ inline vec polynomial(vec x, const float (&c)[N]) {  // Horner, c[0] is the cons
 inline vec exp(vec x) {
   static const float kTail[6] = {5.000000000e-01f, 1.666666716e-01f, 4.166646674e-02f,
                                  8.333310485e-03f, 1.393364160e-03f, 1.989098091e-04f};
-  const vec high = set1(88.37f), low = set1(-87.33f), magic = set1(12582912.0f);  // magic: 1.5 * 2^23 rounds to integers
+  const vec high = set1(88.37f), low = set1(-87.33f),
+            magic = set1(12582912.0f);  // magic: 1.5 * 2^23 rounds to integers
   const vec y = max(min(x, high), low);
   const vec t = fma(y, set1(1.44269504f), magic);
   const vec n = sub(t, magic);

@@ -60,6 +60,7 @@ py::dict state_columns() {
 PYBIND11_MODULE(_host, m) {
   m.doc() = "Host-side facts of jacobi_kernels: CPU features, build report, decode-state columns.";
   m.def("cpu_features", &cpu_features, "Names of CPU features that the kernels ask for, each with True or False.");
-  m.def("build_report", &build_report, "Compiler, C++ standard, and whether the SIMDe build of the AVX-512 file is in.");
+  m.def("build_report", &build_report,
+        "Compiler, C++ standard, and whether the SIMDe build of the AVX-512 file is in.");
   m.def("state_columns", &state_columns, "Name -> column of the per-sequence decode state, as the C++ code has it.");
 }

@@ -23,7 +23,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> argmax_verify(
   check_shape(hidden, kOp, "hidden", "[T, hidden]", {kAny, kAny});
   check_contiguous(hidden, kOp, "hidden");
   const int64_t rows = hidden.size(0), width = hidden.size(1);
-  check_value(vocab_size >= 1 && vocab_size <= INT32_MAX - 16, kOp, "vocab_size", vocab_size, "at least 1 and below 2^31");
+  check_value(vocab_size >= 1 && vocab_size <= INT32_MAX - 16, kOp, "vocab_size", vocab_size,
+              "at least 1 and below 2^31");
   check_cpu(lm_head, kOp, "lm_head");
   check_floating(lm_head, kOp, "lm_head");
   check_shape(lm_head, kOp, "lm_head", "[ceil(vocab_size / 16), hidden, 16]", {(vocab_size + 15) / 16, width, 16});
@@ -70,7 +71,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> argmax_verify(
     args.num_final_stride = 1;
     args.cache_seqlens = int32_data(cache_seqlens);
     args.sampling = sampling;
-    args.logits_scratch = logits_scratch.has_value() ? static_cast<float*>(logits_scratch->mutable_data_ptr()) : nullptr;
+    args.logits_scratch =
+        logits_scratch.has_value() ? static_cast<float*>(logits_scratch->mutable_data_ptr()) : nullptr;
     args.scratch_rows = logits_scratch.has_value() ? logits_scratch->size(0) : 0;
     args.predictions = mutable_int32_data(predictions);
     args.accepted_rows = mutable_int32_data(accepted_rows);

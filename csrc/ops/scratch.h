@@ -1,4 +1,5 @@
-// Thread-local scratch of an op call that does not get a workspace: it only grows, so that a loop of calls allocates once.
+// Thread-local scratch of an op call that does not get a workspace: it only grows, so that a loop of calls allocates
+// once.
 #pragma once
 
 #include <cstdint>

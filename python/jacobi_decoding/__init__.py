@@ -9,15 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jacobi_decoding.custom_generate import jacobi_generate
     from jacobi_decoding.decoder import JacobiDecoder, generate
     from jacobi_decoding.loading import LoadedModel, LoadError, load_model
     from jacobi_decoding.stats import DecodeStats
 
-__all__ = ["DecodeStats", "JacobiDecoder", "LoadError", "LoadedModel", "generate", "load_model"]
+__all__ = ["DecodeStats", "JacobiDecoder", "LoadError", "LoadedModel", "generate", "jacobi_generate", "load_model"]
 
 _MODULES = {
     "JacobiDecoder": "decoder",
     "generate": "decoder",
+    "jacobi_generate": "custom_generate",
     "LoadError": "loading",
     "LoadedModel": "loading",
     "load_model": "loading",

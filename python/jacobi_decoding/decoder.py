@@ -1,9 +1,8 @@
-"""Jacobi decoding of a causal language model: prefill, then steps that verify many tokens at once, until all rows end."""
+"""Jacobi decoding of a causal language model: steps that verify many tokens at once, until every row ends."""
 
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from jacobi_decoding.loading import load_model
 from jacobi_decoding.profiling import op_profile
 from jacobi_decoding.sampling import PerRow, SamplingParams
 from jacobi_decoding.stats import DecodeStats, StatsRecorder
+from jacobi_decoding.step_engine import StepEngine
 from jacobi_kernels.state import DecodeState, StateColumn
 
 MODEL_DEFAULT: Any = object()  # eos_token_id: what the model's generation config says
@@ -27,10 +27,10 @@ StepCallback = Callable[[DecodeState], None]
 class JacobiDecoder:
     """Decodes one model; keeps its packed weights between calls.
 
-    model: a transformers causal language model on the CPU (float32 or bfloat16), or what ``load_model`` takes: a folder,
-    a .gguf file, a cached hub id.
-    path: 'step' (each step is one op; Llama-like models), 'modules' (the model's own modules call our kernels) or 'auto'
-    (step where the model allows it). ``path`` and ``path_reason`` tell which one runs and why.
+    model: a transformers causal language model on the CPU (float32 or bfloat16), or what ``load_model`` takes: a
+    folder, a .gguf file, a cached hub id.
+    path: 'step' (each step is one op; Llama-like models), 'modules' (the model's own modules call our kernels) or
+    'auto' (step where the model allows it). ``path`` and ``path_reason`` tell which one runs and why.
     Raises LoadError or UnsupportedModelError, one line with the remedy.
     """
 
@@ -46,6 +46,7 @@ class JacobiDecoder:
             loaded = load_model(model, dtype)
             model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
         self.model, self.tokenizer = model, tokenizer
+        self._wanted_path = path
         self.engine: Engine
         self.engine, self.path_reason = choose_engine(model, path)
 
@@ -96,6 +97,7 @@ class JacobiDecoder:
         with DecodeStats. profile=True adds the share of the time in each op to the statistics.
         Raises ValueError naming the argument.
         """
+        self._follow_model()
         prompts = unpadded_prompts(input_ids, attention_mask, self._pad_token(pad_token_id, eos_token_id))
         state = DecodeState.allocate(
             prompts,
@@ -156,9 +158,14 @@ class JacobiDecoder:
             if streamer is not None:
                 streamer.end()
 
+    def _follow_model(self) -> None:
+        """Choose again when the model has changed so that the step path would not see it (adapters, hooks)."""
+        if isinstance(self.engine, StepEngine) and not self.engine.fits():
+            self.engine, self.path_reason = choose_engine(self.model, self._wanted_path)
+
     def _default_eos(self) -> StopTokens:
         config = getattr(self.model, "generation_config", None) or self.model.config
-        return getattr(config, "eos_token_id", None)  # type: ignore[no-any-return]
+        return getattr(config, "eos_token_id", None)
 
     def _pad_token(self, pad_token_id: int | None, eos_token_id: StopTokens) -> int | None:
         """What generate pads with: the argument, the generation config's pad token, else the first stop token."""
@@ -172,7 +179,25 @@ class JacobiDecoder:
         return pad_token_id
 
 
-_decoders: weakref.WeakKeyDictionary[Any, JacobiDecoder] = weakref.WeakKeyDictionary()
+class _Attached:
+    """The decoder that a model carries; copies and pickles of the model get none."""
+
+    def __init__(self, decoder: JacobiDecoder | None = None) -> None:
+        self.decoder = decoder
+
+    def __deepcopy__(self, memo: Any) -> _Attached:
+        return _Attached()
+
+    def __reduce__(self) -> tuple[type[_Attached], tuple[()]]:
+        return _Attached, ()
+
+
+def cached_decoder(model: Any) -> JacobiDecoder:
+    """The decoder that belongs to ``model``; its packed weights live as long as the model does."""
+    attached = model.__dict__.setdefault("_jacobi_decoder", _Attached())
+    if attached.decoder is None or attached.decoder.model is not model:
+        attached.decoder = JacobiDecoder(model)
+    return attached.decoder
 
 
 def generate(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
@@ -181,7 +206,4 @@ def generate(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None
     options: those of :meth:`JacobiDecoder.generate`. The packed weights are kept with the model and follow changes of
     its parameters (an optimiser step, for instance).
     """
-    decoder = _decoders.get(model)
-    if decoder is None:
-        decoder = _decoders[model] = JacobiDecoder(model)
-    return decoder.generate(input_ids, attention_mask, **options)
+    return cached_decoder(model).generate(input_ids, attention_mask, **options)

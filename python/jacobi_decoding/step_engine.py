@@ -1,4 +1,4 @@
-"""The step path: one decoding step is one call of ``torch.ops.jacobi.multi_block_step``, for models of the Llama kind."""
+"""The step path: a decoding step is one call of ``torch.ops.jacobi.multi_block_step``, for Llama-like models."""
 
 from __future__ import annotations
 
@@ -58,6 +58,13 @@ class StepEngine:
         """Any length that fits into 31 bits will do."""
         if length >= 2**31:
             raise UnsupportedModelError(f"{length} tokens", "positions are 31-bit", "shorten the prompt")
+
+    def fits(self) -> bool:
+        """Whether the model is still what was described: same dtype, plain layers, no hooks."""
+        try:
+            return describe_step_model(self.model).dtype == self.step_model.dtype
+        except UnsupportedModelError:
+            return False
 
     def weights(self) -> StepWeights:
         """The packed weights of the model as it is now."""

@@ -37,7 +37,7 @@ class StepModel:
 
 
 def describe_step_model(model: Any) -> StepModel:
-    """Sizes and constants of ``model`` for the step op; UnsupportedModelError, with the reason, when it cannot run it."""
+    """Sizes and constants of ``model`` for the step op; UnsupportedModelError, with the reason, if it cannot run it."""
     name = type(model).__name__
     if name not in STEP_CLASSES:
         raise _refusal(name, "multi_block_step runs " + ", ".join(c.removesuffix("ForCausalLM") for c in STEP_CLASSES))
