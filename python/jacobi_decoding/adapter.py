@@ -137,6 +137,12 @@ class ModelAdapter:
 
     def allocate_cache(self, batch: int, capacity: int) -> LayoutCache:
         """A cache of ``batch`` sequences with ``capacity`` rows each: committed tokens plus the rows of one step."""
+        if self._depth == 0:
+            self.ensure_checked()
+        return self.cache_for_slots(batch, capacity)
+
+    def cache_for_slots(self, batch: int, capacity: int) -> LayoutCache:
+        """:meth:`allocate_cache` for the attention modules that are known, without a check."""
         slots = list(self.hook.slots.values())
         return LayoutCache(len(slots), batch, capacity, slots[0].kv_heads, slots[0].head_dim, slots[0].dtype, "cpu")
 

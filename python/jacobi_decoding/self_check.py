@@ -64,13 +64,13 @@ def _line(error: Exception) -> str:
 
 def _check_tokens(model: Any) -> Tensor:
     """[1, 8] token ids spread over the vocabulary, the same in every run."""
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
     return torch.tensor([[(7919 * (i + 1)) % vocabulary for i in range(CHECK_TOKENS)]])
 
 
 def _forward(adapter: ModelAdapter, tokens: Tensor, lengths: list[int]) -> Tensor:
     """Hidden states of ``tokens`` [1, T] evaluated in consecutive blocks of ``lengths`` tokens."""
-    cache = adapter.allocate_cache(1, tokens.shape[1])
+    cache = adapter.cache_for_slots(1, tokens.shape[1])
     committed = 0
     parts = []
     for length in lengths:
