@@ -63,9 +63,10 @@ struct AttentionUnit {
   int32_t sequence, kv_head;
   int32_t segment, index;  // first query: token `index` of segment `segment`
   int32_t queries;
-  int32_t first;  // 1: the first unit of its sequence and head, which writes the holes
+  int32_t first_span;  // spans below lie outside every window
+  bool writes_holes;   // of its sequence, for its heads
 };
-constexpr int kAttentionUnitRows = 96;  // (query, head) rows of a unit, more only if one query's group has more
+constexpr int kAttentionUnitRows = 96;  // (query, head) rows of a unit at most, unless one query's group has more
 constexpr int kAttentionSpan = 256;     // slots that reduce by themselves before they are merged
 
 // Attention of one packed batch by block layout. The kernel file (attention.h) tells the tiling and the reduction
@@ -99,7 +100,8 @@ struct AttentionArgs {
   // Filled by run_attention: unit_count units; each is `splits` items, one per span, or a single one when splits is 1.
   const AttentionUnit* units;
   int64_t unit_count, splits;
-  float* partial;    // results of the spans when splits > 1
+  float* partial;  // [unit_count, splits, partial_stride] results of the spans when splits > 1
+  int64_t partial_stride;
   int32_t* pending;  // [unit_count] spans still to come
 };
 

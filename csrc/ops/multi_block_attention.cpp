@@ -11,8 +11,8 @@ std::tuple<Tensor, Tensor> multi_block_attention(const Tensor& q, const Tensor& 
                                                  const Tensor& cu_seqlens_q, const Tensor& segments,
                                                  const Tensor& cu_segments, std::optional<double> softmax_scale,
                                                  int64_t window_size, double softcap) {
-  cpu::AttentionArgs args = checked_attention(kOp, q, k_in, v_in, cu_seqlens_q, segments, cu_segments,
-                                              {softmax_scale, window_size, softcap});
+  cpu::AttentionArgs args =
+      checked_attention(kOp, q, k_in, v_in, cu_seqlens_q, segments, cu_segments, {softmax_scale, window_size, softcap});
   const bool alike = k_in.stride(0) == v_in.stride(0);  // the kernel takes one row stride for both
   const Tensor k = alike ? k_in : torch::stable::contiguous(k_in);
   const Tensor v = alike ? v_in : torch::stable::contiguous(v_in);

@@ -36,18 +36,17 @@ void check_capacity(const cpu::AttentionArgs& a, int64_t capacity, int64_t pages
 
 Tensor multi_block_attention_with_kvcache(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache,
                                           const Tensor& v_cache, const Tensor& cache_seqlens,
-                                          const Tensor& cu_seqlens_q, const Tensor& segments,
-                                          const Tensor& cu_segments, std::optional<Tensor> page_table,
-                                          std::optional<double> softmax_scale, int64_t window_size, double softcap) {
-  cpu::AttentionArgs args = checked_attention(kOp, q, k, v, cu_seqlens_q, segments, cu_segments,
-                                              {softmax_scale, window_size, softcap});
+                                          const Tensor& cu_seqlens_q, const Tensor& segments, const Tensor& cu_segments,
+                                          std::optional<Tensor> page_table, std::optional<double> softmax_scale,
+                                          int64_t window_size, double softcap) {
+  cpu::AttentionArgs args =
+      checked_attention(kOp, q, k, v, cu_seqlens_q, segments, cu_segments, {softmax_scale, window_size, softcap});
   const bool paged = page_table.has_value();
   const char* words =
       paged ? "[num_pages, page_size, num_kv_heads, head_dim]" : "[B, capacity, num_kv_heads, head_dim]";
   const int64_t outer = paged ? kAny : args.batch;
   check_like_query(k_cache, q, kOp, "k_cache", words, {outer, kAny, args.kv_heads, args.head_dim});
-  check_like_query(v_cache, q, kOp, "v_cache", words,
-                   {k_cache.size(0), k_cache.size(1), args.kv_heads, args.head_dim});
+  check_like_query(v_cache, q, kOp, "v_cache", words, {k_cache.size(0), k_cache.size(1), args.kv_heads, args.head_dim});
   for (int64_t dim : {0, 1})
     if (k_cache.size(dim) > 1 && k_cache.stride(dim) != v_cache.stride(dim))
       fail(kOp, "v_cache must have k_cache's strides ", shape_string(k_cache.strides()), ", got ",
