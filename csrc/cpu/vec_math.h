@@ -77,7 +77,8 @@ inline vec one_plus_erf(vec x) {
                                     5.968056503e-04f,  -4.605804497e-05f, 1.637151513e-06f};
   const vec a = min(absolute(x), set1(4.0f)), z = mul(x, x);
   const vec near = fma(polynomial(z, kSmall), x, set1(1.0f));
-  const vec tail = exp(polynomial(a, kLogTail));  // erfc(|x|)
+  // erfc(|x|); behind the fitted range it is below a rounding of 1, and gelu must not multiply it by a large x
+  const vec tail = select(gt(absolute(x), set1(4.0f)), zero(), exp(polynomial(a, kLogTail)));
   const vec far = select(gt(zero(), x), tail, sub(set1(2.0f), tail));
   return select(is_nan(x), x, select(gt(a, set1(1.0f)), far, near));
 }

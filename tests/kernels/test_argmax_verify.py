@@ -326,9 +326,27 @@ def test_top_k_keeps_ties_and_top_p_breaks_them_by_id() -> None:
     assert set(case.run(**case.sampling(1.0, top_p=1e-6))[0].tolist()) == {1}
 
 
+ALL_SAMPLERS = [(0.0, 0, 1.0), (0.9, 0, 1.0), (1.1, 20, 1.0), (0.7, 0, 0.9), (1.3, 50, 0.8), (1.0, 0, 0.9999999)]
+
+
+@pytest.mark.parametrize("sampler", ALL_SAMPLERS, ids=str)
+@pytest.mark.parametrize("vocab", [5, 100, 3000])
+def test_nan_wins_and_minus_infinity_never_does(vocab: int, sampler: tuple[float, int, float]) -> None:
+    case = Head(17, chains(20), vocab, 4)
+    generator = torch.Generator().manual_seed(vocab)
+    case.bias = torch.zeros(vocab)
+    case.bias[::2] = -math.inf
+    assert all(token % 2 == 1 for token in case.run(**case.sampling(*sampler))[0].tolist())
+    for share in (0.01, 0.3, 0.9, 1.0):
+        case.bias[torch.rand(vocab, generator=generator) < share] = math.nan
+        case.bias[-1] = math.nan
+        lowest = int(case.bias.isnan().nonzero()[0])
+        assert case.run(**case.sampling(*sampler))[0].tolist() == [lowest] * 20
+
+
 # Exactness ------------------------------------------------------------------------------------------------------------
 
-SAMPLERS = [(0.0, 0, 1.0), (0.9, 0, 1.0), (1.1, 20, 1.0), (0.7, 0, 0.9), (1.3, 50, 0.8)]
+SAMPLERS = ALL_SAMPLERS[:5]
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
