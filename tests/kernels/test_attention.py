@@ -24,6 +24,7 @@ from tests.kernels.helpers import (
     make_layout,
     random_layout,
     random_tensor,
+    threads,
 )
 
 FLOATS = [torch.float32, torch.bfloat16]
@@ -127,7 +128,7 @@ def test_extreme_scores() -> None:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
-    ("committed", "rows"), [(0, 1), (0, 70), (1, 5), (50, 33), (63, 2), (64, 64), (127, 17), (130, 3)]
+    ("committed", "rows"), [(0, 1), (0, 70), (1, 5), (50, 33), (63, 2), (64, 64), (127, 17), (250, 12), (511, 3)]
 )
 def test_block_equals_one_token_at_a_time(
     committed: int, rows: int, dtype: torch.dtype, options: dict[str, Any]
@@ -173,10 +174,10 @@ def test_candidate_with_the_chain_s_tokens(committed: int) -> None:
     kv_heads=st.integers(1, 3),
     head_dim=st.sampled_from([32, 40, 64, 80, 96, 128, 192, 256]),
     dtype=st.sampled_from(FLOATS),
-    window_size=st.sampled_from([-1, -1, 0, 3, 65]),
+    window_size=st.sampled_from([-1, -1, 0, 3, 65, 250]),
     softcap=st.sampled_from([0.0, 0.0, 4.0]),
     page_size=st.sampled_from([None, 1, 7, 16, 64]),
-    committed=st.lists(st.sampled_from([0, 1, 5, 60, 63, 64, 65, 128, 200]), min_size=3, max_size=3),
+    committed=st.lists(st.sampled_from([0, 1, 5, 60, 63, 64, 65, 200, 250, 256, 511, 530]), min_size=3, max_size=3),
 )
 def test_every_path_of_a_tree_equals_one_token_at_a_time(
     seed: int,
@@ -277,6 +278,42 @@ def test_same_bits_for_threads_and_instruction_sets(dtype: torch.dtype, options:
         cache = make_cache(29, [0, 100, 64, 31], layout.rows, kv_heads, head_dim, dtype)
         assert_same_everywhere(lambda q=q, k=k, v=v: ops.multi_block_attention(q, k, v, *layout, **options))
         assert_same_everywhere(lambda q=q, k=k, v=v, cache=cache: attend(q, k, v, cache.clone(), layout, **options))
+
+
+@pytest.mark.parametrize("window_size", [-1, 100, 256, 600])
+@pytest.mark.parametrize("rows", [1, 13, 70])
+@pytest.mark.parametrize("committed", [250, 255, 512, 1030, 3000])
+def test_long_contexts_over_threads(committed: int, rows: int, window_size: int) -> None:
+    """One key/value head and one sequence leave threads no other way than to share the keys of a query."""
+    q, k, v = qkv(34, rows, 3, 1, 64, torch.float32)
+    cache = make_cache(35, [committed], rows, 1, 64)
+
+    def run(q: Tensor = q) -> Tensor:
+        return attend(q, k, v, cache.clone(), chains(rows), window_size=window_size)
+
+    assert_same_everywhere(run)
+    expected = one_by_one(q, k, v, cache, window_size=window_size)
+    with threads(4):
+        assert_equal(run(), expected)
+    twin = cache.clone()
+    exact, low = (
+        reference.multi_block_attention_with_kvcache(
+            q, k, v, twin.k, twin.v, cache.lengths, *chains(rows), window_size=window_size, dtype=dtype
+        )
+        for dtype in (torch.float64, torch.float32)
+    )
+    assert_as_accurate(expected, low, exact, factor=4.0)
+
+
+def test_threads_disturb_nobody() -> None:
+    """Many calls on several threads: a race would show sooner or later."""
+    layout = random_layout(5, 2, max_length=20)
+    q, k, v = qkv(36, layout.rows, 4, 1, 64, torch.float32)
+    cache = make_cache(37, [700, 90], layout.rows, 1, 64)
+    expected = attend(q, k, v, cache.clone(), layout)
+    with threads(4):
+        for _ in range(200):
+            assert_equal(attend(q, k, v, cache.clone(), layout), expected)
 
 
 def test_accepted_candidate_after_commit_equals_autoregressive() -> None:
