@@ -20,6 +20,7 @@ from tests.kernels.helpers import (
     assert_same_everywhere,
     chains,
     random_layout,
+    random_tensor,
 )
 
 VOCAB = 61
@@ -72,15 +73,51 @@ def make_model(name: str) -> Model:
     return Model(hf, dict(hf.state_dict()), config)
 
 
+def model_with_every_option() -> Model:
+    """No published model: biases everywhere, a partial and scaled rotation, layers without it, soft cap, odd sizes."""
+    config = StepConfig(
+        num_layers=3,
+        hidden_size=33,
+        num_heads=6,
+        num_kv_heads=3,
+        head_dim=10,
+        intermediate_size=35,
+        vocab_size=VOCAB,
+        inv_freq=torch.tensor([1.0, 0.3, 0.05]),
+        norm_eps=1e-3,
+        softmax_scale=0.4,
+        rope_scale=1.2,
+        logit_scale=0.7,
+        logit_softcap=6.0,
+        windows=(-1, 0, 11),
+        use_rope=(True, False, True),
+    )
+    shapes = {"model.embed_tokens": (VOCAB, 33), "lm_head": (VOCAB, 33), "model.norm": (33,)}
+    for i in range(3):
+        at = f"model.layers.{i}."
+        shapes |= {at + "input_layernorm": (33,), at + "post_attention_layernorm": (33,)}
+        shapes |= {at + f"self_attn.{p}_norm": (10,) for p in "qk"}
+        shapes |= {at + f"self_attn.{p}_proj": (heads * 10, 33) for p, heads in (("q", 6), ("k", 3), ("v", 3))}
+        shapes |= {at + "self_attn.o_proj": (33, 60), at + "mlp.down_proj": (33, 35)}
+        shapes |= {at + f"mlp.{p}_proj": (35, 33) for p in ("gate", "up")}
+    tensors = {}
+    for seed, (name, shape) in enumerate(shapes.items()):
+        tensors[name + ".weight"] = 0.3 * random_tensor(seed, *shape) + (1.0 if len(shape) == 1 else 0.0)
+        if name.endswith("_proj") or name == "lm_head":
+            tensors[name + ".bias"] = 0.3 * random_tensor(100 + seed, shape[0])
+    return Model(None, tensors, config)
+
+
 @pytest.fixture(scope="module")
 def models() -> dict[str, Model]:
-    return {name: make_model(name) for name in ARCHITECTURES}
+    return {name: make_model(name) for name in ARCHITECTURES} | {"every option": model_with_every_option()}
 
 
 def logits_of(model: Model, tokens: Tensor, layout: Layout) -> Tensor:
     hidden = reference.hidden_states(model.tensors, model.config, tokens, *layout)
-    head = model.tensors.get("lm_head.weight", model.tensors["model.embed_tokens.weight"])
-    return reference.token_logits(hidden, pack_weight(head), None, VOCAB)
+    head = pack_weight(model.tensors.get("lm_head.weight", model.tensors["model.embed_tokens.weight"]))
+    bias, c = model.tensors.get("lm_head.bias"), model.config
+    return reference.token_logits(hidden, head, bias, VOCAB, logit_scale=c.logit_scale, softcap=c.logit_softcap)
 
 
 class Run(NamedTuple):
@@ -201,7 +238,7 @@ def test_reference_sees_paths(models: dict[str, Model], name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "every option"])
 def test_text_is_the_reference_s_greedy_text(models: dict[str, Model], name: str, dtype: torch.dtype) -> None:
     """Each emitted token has the reference's largest logit, or one that is closer to it than rounding reaches."""
     model = models[name]
@@ -223,7 +260,7 @@ def test_text_is_the_reference_s_greedy_text(models: dict[str, Model], name: str
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "every option"])
 def test_any_blocks_give_the_bits_of_one_token_a_step(models: dict[str, Model], name: str, dtype: torch.dtype) -> None:
     weights = pack_step_weights(models[name].tensors, models[name].config, dtype)
     slow, slow_caches, slow_steps = decode(weights, PROMPTS, 40, Run())
@@ -260,7 +297,7 @@ def test_batch_gives_the_texts_of_its_sequences_alone(
         assert_equal(cache[0][:, :, :shared], caches[b][:, :, :shared])
 
 
-@pytest.mark.parametrize("name", ["qwen2", "mistral"])
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "every option"])
 def test_same_bits_for_threads_and_instruction_sets(models: dict[str, Model], name: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         weights = pack_step_weights(models[name].tensors, models[name].config, dtype)
