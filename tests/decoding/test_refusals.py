@@ -42,7 +42,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     ),
     "experts": ("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 2}, "torch's linear: a matrix product"),
     "old_attention": ("FalconForCausalLM", "FalconConfig", {"alibi": False}, "AttentionInterface"),
-    "recurrent": ("MambaForCausalLM", "MambaConfig", {}, "MambaForCausalLM"),
+    "recurrent": ("MambaForCausalLM", "MambaConfig", {}, "its forward takes no"),
     "functional": ("ApertusForCausalLM", "ApertusConfig", {}, "torch's softplus: an activation called as a function"),
 }
 
