@@ -1,6 +1,7 @@
 # make demo | test | test-oldest | bench | build | lint | format | clean | distclean
 #
-# Every verb prepares what it needs: .venv, the pinned torch, the project (editable, extensions built in place) and the demo model.
+# Every verb prepares what it needs: .venv, the pinned torch, the project (editable, extensions built in place) and the
+# demo model.
 #   PYTHON=python3.12 make build         another interpreter for .venv
 #   make build TORCH='torch==2.11.0'     another torch; whatever `pip install` takes, options included
 PYTHON ?= python3
@@ -15,7 +16,7 @@ BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --disable-pip-version-check
 PROJECT := .[dev,test,bench]
 SOURCES := $(shell find csrc -type f 2>/dev/null)
-CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
+CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.cuh')
 
 .PHONY: demo test test-oldest bench build lint format clean distclean
 .DEFAULT_GOAL := build
@@ -59,7 +60,7 @@ $(VENV)/.built: $(VENV)/.torch pyproject.toml setup.py $(SOURCES)
 	    $(BIN)/python setup.py build_ext --inplace)
 	touch $@
 
-# A second environment on top of the first: it holds the older transformers and what that needs, and sees everything else.
+# A second environment on top of the first: it holds the older transformers and what that needs, and sees all the rest.
 $(VENV)-oldest/.built: $(VENV)/.built
 	test -x $(VENV)-oldest/bin/python || $(BIN)/python -m venv $(VENV)-oldest
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \

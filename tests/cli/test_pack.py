@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from jacobi_kernels.step_weights import load_step_weights
-from tests.cli.conftest import Result, tiny_config
+from tests.cli.conftest import ROOT, Result, run_process, tiny_config
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -48,3 +52,34 @@ def test_refuses_other_models(jacobi_here: Callable[..., Result], tmp_path: Path
     assert result.code == 2
     assert "Gemma2" in result.err
     assert result.err.count("\n") == 1
+
+
+STEP_LOOP = ROOT / "examples" / "step_loop.py"
+
+
+@pytest.mark.smollm2
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_step_loop_prints_what_generate_prints(
+    jacobi_here: Callable[..., Result], tmp_path: Path, smollm2: Any, dtype: str
+) -> None:
+    weights, tokens = tmp_path / "weights.safetensors", ("--max-new-tokens", "24")
+    prompt = "Write a Python function that returns the n-th Fibonacci number."
+    assert jacobi_here("pack", "--dtype", dtype, "--out", weights).code == 0
+    answer = json.loads(jacobi_here("generate", "--prompt", prompt, "--dtype", dtype, *tokens, "--json").out)
+    prompt_ids = ",".join(map(str, answer["prompt_ids"]))
+    stop = str(smollm2.tokenizer.eos_token_id)
+    loop = run_process(
+        sys.executable, STEP_LOOP, "--weights", weights, "--prompt-ids", prompt_ids, "--stop", stop, *tokens
+    )
+    assert loop.code == 0, loop.err
+    assert json.loads(loop.out) == answer["token_ids"]
+
+
+def test_step_loop_imports_the_kernels_only() -> None:
+    imported = set()
+    for node in ast.walk(ast.parse(STEP_LOOP.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add((node.module or "").partition(".")[0])
+    assert imported - sys.stdlib_module_names == {"torch", "jacobi_kernels"}
