@@ -16,7 +16,7 @@ BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --disable-pip-version-check
 PROJECT := .[dev,test,bench]
 SOURCES := $(shell find csrc -type f 2>/dev/null)
-CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.cuh')
+CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
 
 .PHONY: demo test test-oldest bench build lint format clean distclean
 .DEFAULT_GOAL := build
