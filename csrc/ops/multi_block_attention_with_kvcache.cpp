@@ -47,10 +47,14 @@ Tensor multi_block_attention_with_kvcache(const Tensor& q, const Tensor& k, cons
   const int64_t outer = paged ? kAny : args.batch;
   check_like_query(k_cache, q, kOp, "k_cache", words, {outer, kAny, args.kv_heads, args.head_dim});
   check_like_query(v_cache, q, kOp, "v_cache", words, {k_cache.size(0), k_cache.size(1), args.kv_heads, args.head_dim});
-  for (int64_t dim : {0, 1})
+  for (int64_t dim : {0, 1}) {
     if (k_cache.size(dim) > 1 && k_cache.stride(dim) != v_cache.stride(dim))
       fail(kOp, "v_cache must have k_cache's strides ", shape_string(k_cache.strides()), ", got ",
            shape_string(v_cache.strides()));
+    if (k_cache.size(dim) > 1 && k_cache.stride(dim) < args.kv_heads * args.head_dim)
+      fail(kOp, "k_cache must not hold rows that share memory, got shape ", shape_string(k_cache), " with strides ",
+           shape_string(k_cache.strides()));
+  }
   check_int32(cache_seqlens, kOp, "cache_seqlens", "[B]", {args.batch});
   args.cache_seqlens = int32_data(cache_seqlens);
   args.kv_row_stride = k_cache.stride(1);
