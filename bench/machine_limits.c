@@ -1,0 +1,48 @@
+// Loops that show what the machine can do; compiled for it and called by bench/floor.py, one call per thread.
+//
+// read_floats: sequential read of n floats, 8 vectors in flight; the sum keeps the loads from being optimised away.
+// fma_loop: 12 independent chains of fused multiply-adds, all in registers (latency 4, two units: 8 would do).
+#include <stddef.h>
+
+#if defined(__AVX512F__)
+#define VECTOR 64
+#elif defined(__AVX__)
+#define VECTOR 32
+#else
+#define VECTOR 16
+#endif
+enum { kLanes = VECTOR / 4, kReads = 8, kChains = 12 };
+
+typedef float vec __attribute__((vector_size(VECTOR), aligned(4), may_alias));
+
+static float sum_of(vec a) {
+  float sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += a[i];
+  return sum;
+}
+
+float read_floats(const float* data, size_t n) {
+  vec a[kReads] = {{0}};
+  for (size_t i = 0; i + kReads * kLanes <= n; i += kReads * kLanes)
+#pragma GCC unroll 8
+    for (int j = 0; j < kReads; ++j) a[j] += *(const vec*)(data + i + j * kLanes);
+  float sum = 0;
+  for (int j = 0; j < kReads; ++j) sum += sum_of(a[j]);
+  return sum;
+}
+
+float fma_loop(long steps) {
+  vec a[kChains], b = {0}, c = {0};
+  b += 0.999f, c += 1e-4f;
+#pragma GCC unroll 12
+  for (int j = 0; j < kChains; ++j) a[j] = c * (float)j;
+  for (long i = 0; i < steps; ++i)
+#pragma GCC unroll 12
+    for (int j = 0; j < kChains; ++j) a[j] = a[j] * b + c;
+  float sum = 0;
+#pragma GCC unroll 12
+  for (int j = 0; j < kChains; ++j) sum += sum_of(a[j]);
+  return sum;
+}
+
+long fma_operations_per_step(void) { return 2L * kChains * kLanes; }
