@@ -28,6 +28,7 @@ from jacobi_decoding.refusals import cache_name, refuse_mode, refuse_unsupported
 from jacobi_decoding.self_check import run_self_check
 
 _ADAPTERS: weakref.WeakKeyDictionary[nn.Module, ModelAdapter] = weakref.WeakKeyDictionary()
+_ADAPTERS_LOCK = threading.Lock()
 
 
 def adapt(model: Any) -> ModelAdapter:
@@ -37,10 +38,10 @@ def adapt(model: Any) -> ModelAdapter:
     UnsupportedModelError (a ValueError, one line) for what cannot be decoded exactly.
     """
     base = _base_model(model)
-    adapter = _ADAPTERS.get(base)
-    if adapter is None:
-        adapter = ModelAdapter(base)
-        _ADAPTERS[base] = adapter
+    with _ADAPTERS_LOCK:
+        adapter = _ADAPTERS.get(base)
+        if adapter is None:
+            adapter = _ADAPTERS[base] = ModelAdapter(base)
     adapter.ensure_checked()
     return adapter
 

@@ -83,6 +83,10 @@ def _refuse_side_effects(module: nn.Module, name: str) -> None:
         )
     if any(hasattr(m, "parametrizations") for m in layers):
         raise UnsupportedModelError(name, "its weight is parametrised", "remove the parametrisation")
+    for parameter in module.parameters():
+        if type(parameter) not in (nn.Parameter, Tensor):
+            why = f"its weight is a {type(parameter).__name__} (quantised or sharded)"
+            raise UnsupportedModelError(name, why, "load the model in float32 or bfloat16")
 
 
 def _linear_key(module: Any) -> Hashable:
@@ -95,7 +99,8 @@ def _fingerprint(parameter: Tensor | None) -> Hashable:
     # Inference tensors count no versions: a key that equals nothing makes the copy anew each time.
     version = object() if parameter.is_inference() else parameter._version
     with torch.no_grad():
-        flat = parameter.detach().reshape(-1) if parameter.is_contiguous() else parameter.detach()[0]
+        whole = parameter.is_contiguous() or parameter.dim() < 2
+        flat = parameter.detach().reshape(-1) if whole else parameter.detach()[0]
         sample = tuple(flat[:: max(1, flat.shape[0] // _SAMPLE)].tolist())
     return parameter.data_ptr(), version, parameter.dtype, parameter.shape, parameter.device, sample
 
@@ -107,7 +112,11 @@ def _weight(module: Any) -> Tensor:
 
 def _pack_linear(module: Any, name: str) -> PackedWeight:
     weight = _weight(module)
-    bias = None if module.bias is None else module.bias.detach()
+    return _packed(weight, module.bias, name)
+
+
+def _packed(weight: Tensor, bias: Tensor | None, name: str) -> PackedWeight:
+    bias = None if bias is None else bias.detach().contiguous()
     return PackedWeight(pack_weight(weight, f"{name}.weight"), bias, weight.shape[1], weight.shape[0])
 
 
@@ -146,5 +155,4 @@ def _pack_lora(module: Any, name: str) -> PackedWeight:
             raise UnsupportedModelError(name, "LoRA with a bias is not supported", "call merge_and_unload()")
         a, b = module.lora_A[adapter].weight.detach().float(), module.lora_B[adapter].weight.detach().float()
         weight = weight + module.scaling[adapter] * (b @ a)
-    bias = None if base.bias is None else base.bias.detach()
-    return PackedWeight(pack_weight(weight, f"{name}.weight"), bias, weight.shape[1], weight.shape[0])
+    return _packed(weight, base.bias, name)

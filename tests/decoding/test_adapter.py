@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -185,7 +186,15 @@ def test_a_model_may_be_converted_and_replaced_in_part() -> None:
     agree(model, IDS[0], ours[0], reference(model, IDS[0], NEW))
 
 
-def test_models_that_share_modules_do_not_share_state() -> None:
+def test_threads_take_turns_on_a_model() -> None:
+    model = family("llama")
+    expected = reference(model, IDS[0], NEW)
+    with ThreadPoolExecutor(3) as pool:
+        runs = [pool.submit(lambda: decode(ModuleEngine(model), IDS, NEW, 4, 2, 2)[0][0]) for _ in range(6)]
+        assert [run.result() for run in runs] == [expected] * 6
+
+
+def test_two_models_may_be_wrapped_at_once() -> None:
     a, b = family("llama"), family("llama", seed=3)
     engine_a, engine_b = ModuleEngine(a), ModuleEngine(b)
     with engine_a.running(), engine_b.running():

@@ -110,6 +110,15 @@ def test_what_a_replaced_module_would_skip() -> None:
     with pytest.raises(UnsupportedModelError, match=r"layers.1.mlp.up_proj: its forward is replaced"):
         decode(ModuleEngine(model), prompts(1), 2)
     del layer.forward
+    plain = layer.weight
+
+    class Quantised(nn.Parameter):
+        pass
+
+    layer.weight = Quantised(plain.detach())
+    with pytest.raises(UnsupportedModelError, match=r"its weight is a Quantised \(quantised or sharded\)"):
+        decode(ModuleEngine(model), prompts(1), 2)
+    layer.weight = plain
     nn.utils.parametrizations.weight_norm(layer)
     with pytest.raises(UnsupportedModelError, match="parametrised"):
         decode(ModuleEngine(model), prompts(1), 2)
