@@ -10,6 +10,7 @@ import torch
 from jacobi_decoding.adapter import adapt
 from jacobi_decoding.module_engine import ModuleEngine
 from jacobi_decoding.sampling import SamplingParams
+from jacobi_kernels.state import DecodeState
 from tests.decoding.helpers import FAMILIES, VOCAB, agree, build, decode, family, prompts, reference
 
 NEW = 20
@@ -61,6 +62,28 @@ def test_blocks_batches_and_threads_change_no_token(name: str, dtype: torch.dtyp
     for threads, setting in zip((1, 2, 3, 5), SETTINGS, strict=True):
         torch_threads(threads)
         assert decode(engine, ids, NEW, *setting)[0] == single, f"{setting} with {threads} threads"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["smollm3", "gemma3", "cohere"])
+def test_keys_and_values_agree_bit_for_bit(name: str, dtype: torch.dtype) -> None:
+    """Every layer's committed keys and values come out of hidden states, so equal bits there mean equal bits all over."""
+    engine = ModuleEngine(family(name, dtype))
+    ids = prompts(2, seed=6)
+    kept = []
+    for chain_capacity, (n, k, c) in ((1, (1, 1, 0)), (None, (5, 2, 3))):
+        state = DecodeState.allocate(
+            ids, max_new_tokens=NEW, block_size=n, blocks=k, candidates=c, chain_capacity=chain_capacity
+        )
+        cache = engine.allocate_cache(2, state.cache_capacity)
+        while state.running:
+            engine.step(state, cache, SamplingParams())
+        kept.append((state.cache_seqlens.tolist(), cache))
+    (lengths, one), (other_lengths, other) = kept
+    for b, length in enumerate(map(min, zip(lengths, other_lengths, strict=True))):
+        assert length >= len(ids[b]) + NEW - 1 - 10
+        assert torch.equal(one.k_cache[:, b, :length], other.k_cache[:, b, :length])
+        assert torch.equal(one.v_cache[:, b, :length], other.v_cache[:, b, :length])
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "cohere"])
