@@ -67,7 +67,7 @@ def test_blocks_batches_and_threads_change_no_token(name: str, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["smollm3", "gemma3", "cohere"])
 def test_keys_and_values_agree_bit_for_bit(name: str, dtype: torch.dtype) -> None:
-    """Every layer's committed keys and values come out of hidden states, so equal bits there mean equal bits all over."""
+    """Keys and values come out of every layer's hidden states: equal bits in them mean equal bits there."""
     engine = ModuleEngine(family(name, dtype))
     ids = prompts(2, seed=6)
     kept = []
