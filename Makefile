@@ -28,7 +28,7 @@ test: build
 	$(BIN)/python -m pytest tests $(ARGS)
 
 test-oldest: build $(VENV)-oldest/.built
-	HF_HUB_OFFLINE=1 $(VENV)-oldest/bin/python -m pytest tests/decoding $(ARGS)
+	HF_HUB_OFFLINE=1 $(VENV)-oldest/bin/python -m pytest tests/decoding tests/cli/test_loading.py $(ARGS)
 
 bench: build
 	$(BIN)/python -m pytest bench --benchmark-only $(ARGS)
