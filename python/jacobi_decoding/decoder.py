@@ -10,6 +10,14 @@ import torch
 from torch import Tensor
 
 from jacobi_decoding.batching import check_vocabulary, checked_limits, padded_sequences, stop_lists, unpadded_prompts
+from jacobi_decoding.controller import (
+    AUTO_BLOCK_SIZE,
+    AUTO_BLOCKS,
+    AUTO_CANDIDATES,
+    Controller,
+    StepCost,
+    measure_step_cost,
+)
 from jacobi_decoding.engine import Engine, choose_engine
 from jacobi_decoding.loading import load_model
 from jacobi_decoding.profiling import op_profile
@@ -47,6 +55,8 @@ class JacobiDecoder:
             model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
         self.model, self.tokenizer = model, tokenizer
         self._wanted_path = path
+        self._cost: StepCost | None = None
+        self._cost_threads = 0
         self.engine: Engine
         self.engine, self.path_reason = choose_engine(model, path)
 
@@ -62,7 +72,7 @@ class JacobiDecoder:
         attention_mask: Tensor | None = None,
         *,
         max_new_tokens: int | Sequence[int] = 128,
-        block_size: int = 16,
+        block_size: int | Literal["auto"] = 16,
         blocks: int = 2,
         candidates: int = 4,
         pool_from_prompt: bool | Sequence[bool] = True,
@@ -86,7 +96,8 @@ class JacobiDecoder:
         what transformers assumes. Per row where a sequence is allowed: max_new_tokens, pool_from_prompt, temperature,
         top_k, top_p, seed, and eos_token_id as a list of lists.
         block_size, blocks, candidates: n, most open blocks K, recycled candidates C; they change speed, never tokens.
-        block_size=1, blocks=1, candidates=0 decodes token by token.
+        block_size=1, blocks=1, candidates=0 decodes token by token; block_size="auto" picks how many guesses to verify
+        step by step, from measured step times and what was accepted so far (blocks and candidates are then not used).
         pool_from_prompt: guesses may be copied from the prompt. pool_rows, spawn_ratio: see DecodeState.
         do_sample: seeded sampling with temperature, top_k, top_p; the same seed gives the same tokens for every block
         setting and batch. seed None: drawn from torch's generator.
@@ -98,6 +109,10 @@ class JacobiDecoder:
         Raises ValueError naming the argument.
         """
         self._follow_model()
+        controller = None
+        if block_size == "auto":
+            block_size, blocks, candidates = AUTO_BLOCK_SIZE, AUTO_BLOCKS, AUTO_CANDIDATES
+            controller = Controller(self._measured_cost())
         prompts = unpadded_prompts(input_ids, attention_mask, self._pad_token(pad_token_id, eos_token_id))
         state = DecodeState.allocate(
             prompts,
@@ -123,7 +138,7 @@ class JacobiDecoder:
         if streamer is not None and state.batch != 1:
             raise ValueError(f"streamer takes one row, got a batch of {state.batch}")
         stats = DecodeStats("cpu", self.path, block_size, blocks, candidates)
-        self._run(state, sampling, stats, streamer, step_callback, input_ids, profile)
+        self._run(state, sampling, stats, streamer, step_callback, input_ids, profile, controller)
         sequences = padded_sequences(input_ids, state, self._pad_token(pad_token_id, eos_token_id))
         return (sequences, stats) if return_stats else sequences
 
@@ -136,6 +151,7 @@ class JacobiDecoder:
         step_callback: StepCallback | None,
         input_ids: Tensor,
         profile: bool,
+        controller: Controller | None,
     ) -> None:
         """The decode loop."""
         if streamer is not None:
@@ -145,11 +161,15 @@ class JacobiDecoder:
                 recorder = StatsRecorder(stats, state)
                 cache = self.engine.allocate_cache(state.batch, state.cache_capacity)
                 while state.running:
+                    if controller is not None:
+                        controller.trim(state)
                     recorder.before()
                     self.engine.step(state, cache, sampling)
                     if step_callback is not None:
                         step_callback(state)
-                    recorder.after()
+                    seconds = recorder.after()
+                    if controller is not None:
+                        controller.observe(state, seconds)
                     emitted = state.emitted(0)
                     if streamer is not None and emitted:
                         streamer.put(torch.tensor(emitted))
@@ -157,6 +177,12 @@ class JacobiDecoder:
         finally:
             if streamer is not None:
                 streamer.end()
+
+    def _measured_cost(self) -> StepCost:
+        """Time of a step against its query tokens; measured once per decoder and number of threads."""
+        if self._cost is None or self._cost_threads != torch.get_num_threads():
+            self._cost, self._cost_threads = measure_step_cost(self.engine), torch.get_num_threads()
+        return self._cost
 
     def _follow_model(self) -> None:
         """Choose again when the model has changed so that the step path would not see it (adapters, hooks)."""

@@ -162,8 +162,8 @@ class StatsRecorder:
         self._was_running = [row[StateColumn.DONE] == 0 for row in columns]
         self._step_started = time.perf_counter()
 
-    def after(self) -> None:
-        """Count what the step did."""
+    def after(self) -> float:
+        """Count what the step did; its seconds."""
         seconds = time.perf_counter() - self._step_started
         stats = self.stats
         stats.forwards += 1
@@ -178,6 +178,7 @@ class StatsRecorder:
             elif self._was_running[b]:
                 stats.rows[b].prefill_steps += 1
                 stats.rows[b].prefill_tokens += row[StateColumn.EMITTED]
+        return seconds
 
     def finish(self) -> DecodeStats:
         """Close the account; the texts are complete."""
