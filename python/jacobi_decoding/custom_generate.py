@@ -6,7 +6,7 @@ What generate hands over is honoured exactly or refused by name, never ignored.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ def jacobi_generate(
     logits_processor: Sequence[Any],
     stopping_criteria: Sequence[Any],
     generation_config: Any,
-    block_size: int = 16,
+    block_size: int | Literal["auto"] = "auto",
     blocks: int = 2,
     candidates: int = 4,
     pool_from_prompt: bool = True,

@@ -72,7 +72,7 @@ class JacobiDecoder:
         attention_mask: Tensor | None = None,
         *,
         max_new_tokens: int | Sequence[int] = 128,
-        block_size: int | Literal["auto"] = 16,
+        block_size: int | Literal["auto"] = "auto",
         blocks: int = 2,
         candidates: int = 4,
         pool_from_prompt: bool | Sequence[bool] = True,
@@ -111,6 +111,8 @@ class JacobiDecoder:
         self._follow_model()
         controller = None
         if block_size == "auto":
+            if blocks < 1 or candidates < 0:
+                raise ValueError(f"blocks must be at least 1 and candidates at least 0, got {blocks} and {candidates}")
             block_size, blocks, candidates = AUTO_BLOCK_SIZE, AUTO_BLOCKS, AUTO_CANDIDATES
             controller = Controller(self._measured_cost())
         prompts = unpadded_prompts(input_ids, attention_mask, self._pad_token(pad_token_id, eos_token_id))
@@ -137,7 +139,7 @@ class JacobiDecoder:
         )
         if streamer is not None and state.batch != 1:
             raise ValueError(f"streamer takes one row, got a batch of {state.batch}")
-        stats = DecodeStats("cpu", self.path, block_size, blocks, candidates)
+        stats = DecodeStats("cpu", self.path, block_size, blocks, candidates, adaptive=controller is not None)
         self._run(state, sampling, stats, streamer, step_callback, input_ids, profile, controller)
         sequences = padded_sequences(input_ids, state, self._pad_token(pad_token_id, eos_token_id))
         return (sequences, stats) if return_stats else sequences

@@ -76,6 +76,7 @@ class DecodeStats:
     block_size: int
     blocks: int
     candidates: int
+    adaptive: bool = False  # a controller cut each step's layout to what pays
     rows: list[RowStats] = field(default_factory=list)
     forwards: int = 0  # calls of the model, prefill included
     prefill_forwards: int = 0  # calls in which no row decoded
@@ -116,6 +117,7 @@ class DecodeStats:
             "block_size": self.block_size,
             "blocks": self.blocks,
             "candidates": self.candidates,
+            "adaptive": self.adaptive,
             "forwards": self.forwards,
             "prefill_forwards": self.prefill_forwards,
             "decode_forwards": self.decode_forwards,

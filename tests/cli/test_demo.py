@@ -22,8 +22,10 @@ ROW = {
     "forwards": int,
     "tokens": int,
     "tokens_per_forward": float,
+    "tokens_per_forward_auto": float,
     "seconds_ar": float,
     "seconds_jacobi": float,
+    "seconds_auto": float,
 }
 
 
@@ -75,7 +77,7 @@ def test_different_tokens_fail(
     def last_token_changed(*args: Any) -> tuple[list[int], dict[str, Any]]:
         ids, stats = decode(*args)
         calls.append(args)
-        return [*ids[:-1], ids[-1] + (len(calls) == 3)], stats
+        return [*ids[:-1], ids[-1] + (len(calls) == 5)], stats
 
     monkeypatch.setattr(demo, "_decode", last_token_changed)
     result = jacobi_here("demo", "--limit", "1", "--max-new-tokens", "4", "--json", tmp_path / "demo.json")

@@ -88,6 +88,14 @@ def test_paths_agree(ask: Callable[..., dict[str, Any]], jacobi_here: Callable[.
     assert modules["token_ids"] == whole[: len(modules["token_ids"])]
 
 
+def test_auto_is_the_default_and_exact(ask: Callable[..., dict[str, Any]]) -> None:
+    auto, single = ask("--dtype", "float32"), ask("--dtype", "float32", *SINGLE)
+    assert auto["token_ids"] == single["token_ids"]
+    assert auto["settings"]["block_size"] == "auto"
+    assert auto["stats"]["adaptive"] is True
+    assert auto["stats"]["tokens_per_forward"] > 1
+
+
 def test_settings_and_prompt_ids(ask: Callable[..., dict[str, Any]], smollm2: Any) -> None:
     result = ask("--dtype", "float32", *BLOCKS)
     settings = {"block_size": 16, "blocks": 2, "candidates": 4, "dtype": "float32", "temperature": 0.0, "seed": 0}

@@ -27,6 +27,11 @@ def integer(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
     return parse
 
 
+def block_size(text: str) -> int | str:
+    """Parser of a block size, or 'auto'."""
+    return text if text == "auto" else integer(1, 4096)(text)
+
+
 def number(low: float, high: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
     """Parser of a finite number in [low, high], or in (low, high] with ``above``."""
 
@@ -65,10 +70,17 @@ def add_device_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=integer(1, 1024), metavar="N", help="CPU threads (default: all cores)")
 
 
-def add_block_arguments(parser: argparse.ArgumentParser) -> None:
+def add_block_arguments(parser: argparse.ArgumentParser, *, adaptive: bool = False) -> None:
+    """adaptive: --block-size may be 'auto', and is by default."""
     group = parser.add_argument_group("blocks (they change speed, never the output)")
     group.add_argument(
-        "--block-size", type=integer(1, 4096), default=16, metavar="N", help="tokens per block (default: %(default)s)"
+        "--block-size",
+        type=block_size if adaptive else integer(1, 4096),
+        default="auto" if adaptive else 16,
+        metavar="N",
+        help="tokens per block"
+        + (", or auto: as many guesses as pay, step by step, whatever --blocks and --candidates say" * adaptive)
+        + " (default: %(default)s)",
     )
     group.add_argument(
         "--blocks",

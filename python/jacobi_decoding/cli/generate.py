@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
     shared.add_model_arguments(parser)
     shared.add_device_argument(parser)
-    shared.add_block_arguments(parser)
+    shared.add_block_arguments(parser, adaptive=True)
     group = parser.add_argument_group("sampling and length")
     group.add_argument(
         "--max-new-tokens", type=shared.integer(1), default=128, metavar="N", help="(default: %(default)s)"
