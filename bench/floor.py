@@ -69,7 +69,9 @@ def measure_limits() -> Limits:
 def _native_limits(library: ctypes.CDLL) -> Limits:
     threads = torch.get_num_threads()
     data = torch.ones(READ_BYTES // 4)
-    part = data.numel() // threads
+    library.read_window_floats.restype = ctypes.c_long
+    window = library.read_window_floats()
+    part = data.numel() // threads // window * window
     library.read_floats.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.fma_loop.argtypes = [ctypes.c_long]
     library.fma_operations_per_step.restype = ctypes.c_long

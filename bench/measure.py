@@ -13,7 +13,10 @@ from bench.environment import cache_bytes, environment_line
 from bench.floor import Limits, Work
 
 ROUNDS = (5, 200)
-ROTATED_CACHES = 4  # copies of an input together exceed the last-level cache by this factor
+ROTATED_CACHES = (
+    8  # copies of an input together are so many last-level caches: at 3 or 4 some of it is still found there
+)
+MOST_ROTATED = 2**30  # bytes
 
 
 class Measure:
@@ -29,7 +32,8 @@ class Measure:
         """How many copies of an input must take turns so that none is found in the cache."""
         if not self.benchmark.enabled:
             return 1
-        return max(1, -(-ROTATED_CACHES * cache_bytes() // max(int(bytes_each), 1)))
+        together = min(ROTATED_CACHES * cache_bytes(), MOST_ROTATED)
+        return max(1, -(-together // max(int(bytes_each), 1)))
 
     def __call__(
         self,
@@ -46,7 +50,8 @@ class Measure:
 
         work: what it must at least do; None where memory and arithmetic set no useful floor.
         prepare: called before every round, not timed: puts back what the last one changed.
-        peer: another implementation of the same, timed before every round, so that both meet the same noise.
+        peer: another implementation of the same, timed before every round, so that both meet the same noise; it gets
+        an index far from ours, as it would warm the cache for us.
         facts: further columns of the JSON.
         """
         turn, peer_seconds = -1, []
@@ -57,7 +62,7 @@ class Measure:
             turn = (turn + 1) % copies
             if peer is not None:
                 start = time.perf_counter()
-                peer(turn)
+                peer((turn + copies // 2) % copies)
                 peer_seconds.append(time.perf_counter() - start)
             if prepare is not None:
                 prepare()
