@@ -7,6 +7,7 @@ layout and cache by the module, in a registry filled when the model was adapted.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,6 +70,7 @@ class AttentionHook:
         self.slots: weakref.WeakKeyDictionary[nn.Module, AttentionSlot] = weakref.WeakKeyDictionary()
         self._cache: LayoutCache | None = None
         self._probe: BlockLayout | None = None
+        self._thread = 0  # the one whose forward the cache or the probe is for
 
     def own(self, decoder: nn.Module) -> None:
         """Enter the modules of ``decoder``, some of which are attention modules, in the registry."""
@@ -80,6 +82,7 @@ class AttentionHook:
         """Learn the attention modules from one forward over ``layout``, which starts at position 0."""
         self.slots.clear()
         self._probe = layout
+        self._thread = threading.get_ident()
         token = _PROBING.set(True)
         try:
             yield
@@ -91,6 +94,7 @@ class AttentionHook:
     def running(self, cache: LayoutCache) -> Iterator[None]:
         """Attend over ``cache`` with its current layout."""
         self._cache = cache
+        self._thread = threading.get_ident()
         try:
             yield
         finally:
@@ -100,6 +104,8 @@ class AttentionHook:
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, softcap: float
     ) -> Tensor:
         """q [T, H, D], k and v [T, KVH, D] of every row of the running layout; returns [T, H, D]."""
+        if (self._probe or self._cache) is not None and self._thread != threading.get_ident():
+            raise RuntimeError("the model is wrapped for Jacobi decoding by another thread: call it afterwards")
         if self._probe is not None:
             window = self._learn(module, k, v, mask)
             layout = self._probe

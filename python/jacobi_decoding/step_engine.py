@@ -60,9 +60,9 @@ class StepEngine:
             raise UnsupportedModelError(f"{length} tokens", "positions are 31-bit", "shorten the prompt")
 
     def fits(self) -> bool:
-        """Whether the model is still what was described: same dtype, plain layers, no hooks."""
+        """Whether the model, its weights apart, is still what was described: layers, constants, frequencies, dtype."""
         try:
-            return describe_step_model(self.model).dtype == self.step_model.dtype
+            return describe_step_model(self.model).same_as(self.step_model)
         except UnsupportedModelError:
             return False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,12 @@ class StepModel:
     config: StepConfig
     dtype: torch.dtype
 
+    def same_as(self, other: StepModel) -> bool:
+        """Whether sizes, constants and dtype are the same; weights may differ."""
+        if self.dtype != other.dtype or not torch.equal(self.config.inv_freq, other.config.inv_freq):
+            return False
+        return replace(self.config, inv_freq=other.config.inv_freq) == other.config
+
     def pack(self) -> StepWeights:
         """Pack the current weights; ValueError when one holds NaN or infinity."""
         tensors = {name: tensor for name, tensor in self.model.state_dict().items() if tensor.is_floating_point()}
@@ -48,26 +54,31 @@ def describe_step_model(model: Any) -> StepModel:
         raise _refusal(name, "the CPU kernels need every weight on the CPU")
     _check_modules(name, model)
     c = model.config
-    if c.hidden_act != "silu":
-        raise _refusal(name, f"its activation is {c.hidden_act}, not silu")
+    layers = model.model.layers
+    for layer in layers:
+        if type(layer.mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
+            raise _refusal(name, f"its activation is {type(layer.mlp.act_fn).__name__}, not SiLU")
+    epsilons = {m.variance_epsilon for m in model.modules() if hasattr(m, "variance_epsilon")}
+    if len(epsilons) != 1:
+        raise _refusal(name, f"its norms must share one epsilon, found {sorted(epsilons)}")
     rope = getattr(model.model, "rotary_emb", None)
     kind = getattr(rope, "rope_type", "default")
     if rope is None or kind not in FIXED_ROPE:
         raise _refusal(name, f"its rotary frequencies ({kind}) may change with the length")
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     config = StepConfig(
-        num_layers=c.num_hidden_layers,
+        num_layers=len(layers),
         hidden_size=c.hidden_size,
         num_heads=c.num_attention_heads,
         num_kv_heads=c.num_key_value_heads,
         head_dim=head_dim,
         intermediate_size=c.intermediate_size,
         vocab_size=model.get_output_embeddings().weight.shape[0],
-        inv_freq=rope.inv_freq.detach().float().cpu(),
-        norm_eps=c.rms_norm_eps,
+        inv_freq=rope.inv_freq.detach().float().clone(),
+        norm_eps=epsilons.pop(),
         rope_scale=float(getattr(rope, "attention_scaling", 1.0)),
-        windows=[_window(layer, c, i) for i, layer in enumerate(model.model.layers)],
-        use_rope=[bool(getattr(layer.self_attn, "use_rope", True)) for layer in model.model.layers],
+        windows=[_window(layer, c, i) for i, layer in enumerate(layers)],
+        use_rope=[bool(getattr(layer.self_attn, "use_rope", True)) for layer in layers],
     )
     return StepModel(model, config, dtypes.pop())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -374,3 +375,48 @@ def _no_stray_settings() -> Iterator[None]:
     before = (torch.get_num_threads(), torch.is_grad_enabled())
     yield
     assert (torch.get_num_threads(), torch.is_grad_enabled()) == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.model.rotary_emb.inv_freq.mul_(0.5),
+        lambda model: [setattr(m, "variance_epsilon", 0.5) for m in model.modules() if hasattr(m, "variance_epsilon")],
+        lambda model: [setattr(layer.mlp, "act_fn", torch.nn.GELU()) for layer in model.model.layers],
+        lambda model: setattr(model.model, "layers", model.model.layers[:2]),
+    ],
+    ids=["frequencies", "epsilon", "activation", "fewer layers"],
+)
+def test_a_change_beside_the_weights_is_followed(change: Any) -> None:
+    model = family("llama")
+    decoder = JacobiDecoder(model)
+    ids, _ = prompt(12)
+    before = decoder.generate(ids, max_new_tokens=24)
+    change(model)
+    model.config.num_hidden_layers = len(model.model.layers)
+    wanted = model.generate(ids, max_new_tokens=24, do_sample=False)
+    assert not torch.equal(wanted, before)
+    assert torch.equal(decoder.generate(ids, max_new_tokens=24), wanted)
+
+
+def test_another_thread_may_not_call_a_wrapped_model() -> None:
+    model = family("llama")
+    decoder = JacobiDecoder(model, path="modules")
+    ids, _ = prompt(12)
+    wanted = decoder.generate(ids, max_new_tokens=12)
+    errors: list[str] = []
+
+    def call(state: Any) -> None:
+        def forward() -> None:
+            try:
+                model(ids[:, :1], use_cache=False)
+            except RuntimeError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=forward)
+        thread.start()
+        thread.join()
+
+    assert torch.equal(decoder.generate(ids, max_new_tokens=12, step_callback=call), wanted)
+    assert len(errors) >= 2
+    assert all("wrapped for Jacobi decoding" in error for error in errors)
