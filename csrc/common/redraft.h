@@ -1,8 +1,9 @@
 // Redraft of one sequence: what one forward pass made final is emitted, then the next query layout is written.
 //
-//  1 Emission. With prompt left to prefill nothing is emitted. Else the newly accepted guesses and the prediction after
-//    the last accepted row are appended to the text, up to and with the first stop token, or up to max_len. The cache
-//    then keeps no token behind the text.
+//  1 Emission. A text that has max_len tokens already is done and gets no more; with prompt left to prefill nothing is
+//    emitted either. Else the newly accepted guesses and the prediction after the last accepted row are appended to the
+//    text, up to and with the first stop token, or up to max_len. The cache of a sequence that is done then keeps no
+//    token behind the text.
 //  2 Pool (decode steps). What the main chain and the losing candidates predicted behind their own accepted part is
 //    stored, with up to 8 final tokens in front.
 //  3 Blocks (decode steps). Every block_size committed tokens close a block; one is opened, up to `blocks`, when a
@@ -81,14 +82,14 @@ inline JACOBI_HD void emit(const RedraftArgs& args) {
   const int32_t* rows = args.accepted_rows + q.row_begin;
   int32_t* const state = q.state;
   for (int32_t i = state[kNumFinal]; i <= args.num_accepted && state[kDone] == kRunning; ++i) {
+    if (state[kTextLen] >= state[kMaxLen]) break;
     const int32_t token = i < args.num_accepted ? q.tokens[rows[i]] : args.predictions[rows[i - 1]];
     q.text[state[kTextLen]++] = token;
     ++state[kEmitted];
     if (state[kTextLen] == state[kMaxLen]) state[kDone] = kLength;
     for (int32_t j = 0; j < q.num_stop_tokens; ++j)
-      if (token == q.stop_tokens[j]) state[kDone] = kStopToken;
+      if (q.stop_tokens[j] >= 0 && token == q.stop_tokens[j]) state[kDone] = kStopToken;
   }
-  if (state[kDone] != kRunning) *q.cache_seqlen = smaller(*q.cache_seqlen, state[kTextLen]);
 }
 
 inline JACOBI_HD void feed_pool(const RedraftArgs& args) {
@@ -102,7 +103,8 @@ inline JACOBI_HD void feed_pool(const RedraftArgs& args) {
     const int32_t accepted =
         s == 0 ? chain_accepted : accepted_run(segment, q.tokens, args.predictions, chain.start, 0);
     // The token after the segment's accepted part is final: it ends the context of what was predicted behind it.
-    const int32_t context_end = old_length + (s == 0 ? 0 : 1) + accepted + 1;
+    // Not behind the text, which is shorter when the caller accepted fewer rows than tokens and predictions allow.
+    const int32_t context_end = smaller(old_length + (s == 0 ? 0 : 1) + accepted + 1, q.state[kTextLen]);
     const int32_t context_length = smaller(kMatchTokens, context_end);
     store_entry(q.pool, q.pool_rows, q.pool_width, &q.state[kPoolNext], q.text + context_end - context_length,
                 context_length, args.predictions + segment.start + accepted, segment.length - accepted);
@@ -231,6 +233,7 @@ inline JACOBI_HD void redraft_sequence(const RedraftArgs& args) {
   state[kFixedPoint] = args.fixed_point;
   state[kEmitted] = 0;
   state[kWinner] = 0;
+  if (state[kDone] == kRunning && state[kTextLen] >= state[kMaxLen]) state[kDone] = kLength;
   if (state[kDone] == kRunning && args.num_accepted > 0) {
     state[kWinner] = redraft::segment_of_row(args, args.accepted_rows[q.row_begin + args.num_accepted - 1]);
     const bool decode = state[kTextLen] > state[kPromptLen];
@@ -240,9 +243,9 @@ inline JACOBI_HD void redraft_sequence(const RedraftArgs& args) {
       redraft::update_blocks(args);
     }
   }
-  if (state[kDone] == kRunning && state[kTextLen] >= state[kMaxLen]) state[kDone] = kLength;
 
   if (state[kDone] != kRunning) {
+    *q.cache_seqlen = redraft::smaller(*q.cache_seqlen, state[kTextLen]);
     state[kNumFinal] = 1;
     redraft::lay_out(args, 0, first_candidate_row);
     return;

@@ -86,11 +86,13 @@ inline JACOBI_HD RedraftCheck check_redraft(const RedraftArgs& args) {
   const int32_t known = cached - accepted + num_final;
   if (known > text_len || (known < text_len && (!prefill || accepted != num_final)))
     return {RedraftError::kCacheSeqlen, cached};
-  int32_t previous = -1;
+  // A path: the first rows of the main chain, or its first one and the first rows of a candidate.
+  const int32_t* rows = args.accepted_rows + q.row_begin;
+  const int32_t winner = redraft::segment_of_row(args, rows[accepted - 1]);
   for (int32_t i = 0; i < accepted; ++i) {
-    const int32_t row = args.accepted_rows[q.row_begin + i];
-    if (row <= previous || row < q.row_begin || row >= q.row_end) return {RedraftError::kAcceptedRow, i};
-    previous = row;
+    const Segment& segment = q.segments[q.first_segment + (i == 0 ? 0 : winner)];
+    const int32_t place = i == 0 || winner == 0 ? i : i - 1;
+    if (place >= segment.length || rows[i] != segment.start + place) return {RedraftError::kAcceptedRow, i};
   }
   for (int32_t s = 0; s <= args.candidates; ++s) {
     const Segment& segment = q.segments[q.first_segment + s];

@@ -40,11 +40,13 @@ inline int32_t first_slot(const AttentionArgs& a, int64_t b, int32_t s) {
   return slot;
 }
 
-// Cache rows of slots [begin, end) on the path of segment s; the path reaches to `end` at least.
-inline void path_rows(const AttentionArgs& a, int64_t b, int32_t s, int32_t begin, int32_t end, int32_t* rows) {
+// Cache rows of slots [begin, end) on the path of segment s, whose first token has slot `from`; the path reaches to
+// `end` at least.
+inline void path_rows(const AttentionArgs& a, int64_t b, int32_t s, int32_t from, int32_t begin, int32_t end,
+                      int32_t* rows) {
   const int32_t length = committed(a, b);
   for (int32_t slot = begin; slot < end && slot < length; ++slot) rows[slot - begin] = slot;
-  int32_t from = first_slot(a, b, s), to = end;  // slots [from, to) lie in segment s
+  int32_t to = end;  // slots [from, to) lie in segment s
   while (true) {
     const int32_t row = length + a.segments[s].start - a.cu_seqlens_q[b] - from;
     for (int32_t slot = from > begin ? from : begin; slot < to && slot < end; ++slot) rows[slot - begin] = row + slot;
@@ -97,18 +99,16 @@ inline void for_each_piece(const AttentionArgs& a, const Work& w, const Attentio
   }
 }
 
-// Tiles [begin, end) of segment s's path for rows [r0, r1).
+// Tiles [begin, end) for rows [r0, r1); cache_rows: of the slots from tile `begin` on, on their path.
 template <class T>
-inline void attend_tiles(const AttentionArgs& a, Work& w, const AttentionUnit& u, int32_t s, int64_t r0, int64_t r1,
-                         int32_t begin, int32_t end) {
-  int32_t rows[kTile];
+inline void attend_tiles(const AttentionArgs& a, Work& w, const AttentionUnit& u, const int32_t* cache_rows, int64_t r0,
+                         int64_t r1, int32_t begin, int32_t end) {
   const T *key[kTile], *value[kTile];
   for (int32_t tile = begin; tile < end; ++tile) {
     int lo, hi;
     see(a, w, tile, r0, r1, &lo, &hi);
     if (lo >= hi) continue;
-    path_rows(a, u.sequence, s, tile * kTile + lo, tile * kTile + hi, rows);
-    row_pointers(a, u.sequence, u.kv_head, rows, hi - lo, key, value);
+    row_pointers(a, u.sequence, u.kv_head, cache_rows + (tile - begin) * kTile + lo, hi - lo, key, value);
     load_tile(w, key, value, lo, hi);
     attend_tile(a, w, r0, r1, lo, hi);
   }
@@ -123,10 +123,20 @@ inline void attend_span(const AttentionArgs& a, Work& w, const AttentionUnit& u,
   const int32_t begin = span * (kSpan / kTile), end = begin + kSpan / kTile;
   int32_t shared = committed(a, u.sequence) / kTile;  // tiles below are the same for all rows
   shared = shared < begin ? begin : shared > end ? end : shared;
-  attend_tiles<T>(a, w, u, u.segment, 0, w.rows, begin, shared);
+  int32_t rows[kSpan];  // cache rows of the span's slots
+  for (int32_t i = 0; i < kSpan; ++i) rows[i] = begin * kTile + i;
+  attend_tiles<T>(a, w, u, rows, 0, w.rows, begin, shared);
+  const int32_t first = shared * kTile;  // slot
+  int32_t before = -1, known = 0;        // the piece before; slots below are on its path, and in rows
   for_each_piece(a, w, u, [&](int32_t s, int64_t r0, int64_t r1) {
-    const int32_t reach = w.position[r1 - 1] / kTile + 1;
-    attend_tiles<T>(a, w, u, s, r0, r1, shared, reach < end ? reach : end);
+    const int32_t from = w.position[r0] - (w.query[r0] - a.segments[s].start), reach = w.position[r1 - 1] + 1;
+    const int32_t last = reach < end * kTile ? reach : end * kTile;
+    // A child of the piece before has its path but for the child's own tokens. Else walk up to the root.
+    const bool child = a.segments[s].parent >= 0 && a.segments[s].parent == before && from <= known;
+    const int32_t fresh = child && from > first ? from : first;
+    if (fresh < last) path_rows(a, u.sequence, s, from, fresh, last, rows + (fresh - begin * kTile));
+    before = s, known = reach;
+    attend_tiles<T>(a, w, u, rows + (first - begin * kTile), r0, r1, shared, (last + kTile - 1) / kTile);
   });
   for (int64_t i = 0; i < w.rows; ++i) w.sum[i] = reduce_add(load(w.sum + i * 16));  // in place: i <= 16 * i
 }

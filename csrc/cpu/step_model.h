@@ -32,6 +32,8 @@ class StepModel {
     if (d_[kRopeDim] < 0 || d_[kRopeDim] > head_dim() || d_[kRopeDim] % 2 != 0) return "has an unsupported rotary size";
     if (d_[kBlobBytes] != blob_bytes) return "does not belong to this blob: their sizes differ";
     const int64_t width = size_of(weight_type()), embedding = vocab() * hidden() * width;
+    for (int64_t i = 0; i < layers(); ++i)
+      if (layer_words(i)[kWindow] < -1 || layer_words(i)[kWindow] > INT32_MAX) return "has a window out of range";
     bool inside = holds(d_[kInvFreq], 4 * d_[kRopeDim] / 2) && holds(d_[kFinalNorm], 4 * hidden()) &&
                   holds(d_[kLmHead], panels(vocab()) * hidden() * width) && optional(d_[kLmHeadBias], 4 * vocab()) &&
                   optional(d_[kEmbedding], embedding);

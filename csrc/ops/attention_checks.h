@@ -68,7 +68,7 @@ inline cpu::AttentionArgs checked_attention(const char* op, const Tensor& q, con
   args.rows = rows;
   args.scale = static_cast<float>(scale);
   args.softcap = static_cast<float>(options.softcap);
-  args.window = options.window_size;
+  args.window = options.window_size > INT32_MAX ? -1 : options.window_size;  // slots are int32: no key is farther off
   return args;
 }
 

@@ -6,12 +6,15 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "common/layout.h"
 
@@ -140,6 +143,51 @@ inline void check_dense_rows(const Tensor& tensor, const char* op, const char* n
     fail(op, name, " must be dense in its last two dimensions, got shape ", shape_string(tensor), " with strides ",
          shape_string(strides));
 }
+
+// The caches must not share memory, nor may rows (the last two dimensions, dense) of one of them.
+inline void check_separate_rows(const Tensor& k_cache, const Tensor& v_cache, const char* op) {
+  if (k_cache.numel() > 0 && k_cache.const_data_ptr() == v_cache.const_data_ptr())
+    fail(op, "k_cache and v_cache must not share memory, got the same address for both, of shape ",
+         shape_string(k_cache));
+  const auto check = [op](const Tensor& cache, const char* name) {
+    const auto sizes = cache.sizes();
+    const auto strides = cache.strides();
+    const size_t outer = sizes.size() - 2;
+    std::vector<std::pair<int64_t, int64_t>> steps;  // (stride, size) of the dimensions of rows
+    for (size_t i = 0; i < outer; ++i)
+      if (sizes[i] > 1) steps.emplace_back(strides[i], sizes[i]);
+    std::sort(steps.begin(), steps.end());
+    int64_t extent = sizes[outer] * sizes[outer + 1];
+    for (const auto& [stride, size] : steps) {
+      if (stride < extent)
+        fail(op, name, " must not hold rows that share memory, got shape ", shape_string(cache), " with strides ",
+             shape_string(strides));
+      extent += stride * (size - 1);
+    }
+  };
+  check(k_cache, "k_cache");
+  check(v_cache, "v_cache");
+}
+
+// The pages of a cache that a call writes: each at most once, for one sequence.
+class WrittenPages {
+ public:
+  explicit WrittenPages(int64_t num_pages) : owner_(static_cast<size_t>(num_pages), -1) {}
+
+  // Sequence b, whose pages `table` names, writes cache rows [begin, end); its page ids have been checked.
+  void claim(const char* op, int64_t b, const int32_t* table, int64_t begin, int64_t end, int64_t page_size) {
+    for (int64_t i = begin / page_size; begin < end && i * page_size < end; ++i) {
+      int32_t& owner = owner_[static_cast<size_t>(table[i])];
+      if (owner >= 0)
+        fail(op, "page_table[", b, ", ", i, "] must be a page that no other row of this call is written to, got ",
+             table[i], " as for sequence ", owner);
+      owner = static_cast<int32_t>(b);
+    }
+  }
+
+ private:
+  std::vector<int32_t> owner_;
+};
 
 inline void check_value(bool ok, const char* op, const char* name, int64_t value, const char* expected) {
   if (!ok) fail(op, name, " must be ", expected, ", got ", value);

@@ -62,6 +62,7 @@ void commit(const Tensor& k_cache, const Tensor& v_cache, const Tensor& cache_se
               {k_cache.size(0), k_cache.size(1), k_cache.size(2), k_cache.size(3), k_cache.size(4)});
   check_dense_rows(k_cache, kOp, "k_cache");
   check_dense_rows(v_cache, kOp, "v_cache");
+  check_separate_rows(k_cache, v_cache, kOp);
 
   const int64_t rows = accepted_rows.numel();
   const int32_t* offsets = int32_data(cu_seqlens_q);
@@ -89,6 +90,7 @@ void commit(const Tensor& k_cache, const Tensor& v_cache, const Tensor& cache_se
     args.accepted_rows = int32_data(accepted_rows) + offsets[b];
     args.num_accepted = counts[b];
   };
+  WrittenPages written(pages ? k_cache.size(1) : 0);
   for (int32_t b = 0; b < batch; ++b) {
     if (lengths[b] < 0 || lengths[b] > capacity)
       fail(kOp, "cache_seqlens[", b, "] must be within 0..", capacity, ", got ", lengths[b]);
@@ -97,6 +99,7 @@ void commit(const Tensor& k_cache, const Tensor& v_cache, const Tensor& cache_se
            " (the query rows of its sequence), got ", counts[b]);
     select(b);
     check_rows(args, offsets[b + 1], capacity, k_cache.size(1));
+    if (pages) written.claim(kOp, b, args.page_table, lengths[b], int64_t{lengths[b]} + counts[b], args.page_size);
   }
   for (int32_t b = 0; b < batch; ++b) {
     select(b);

@@ -107,8 +107,9 @@ template <class... Parts>
       fail(op, "num_accepted[", b, "] must be within 0..", q.row_end - q.row_begin,
            " (the query rows of its sequence), got ", check.value);
     case RedraftError::kAcceptedRow:
-      fail(op, "accepted_rows[", q.row_begin + check.value, "] must ascend within the query rows ", q.row_begin, "..",
-           q.row_end - 1, " of sequence ", b, ", got ", args.accepted_rows[q.row_begin + check.value]);
+      fail(op, "accepted_rows[", q.row_begin + check.value,
+           "] must ascend along the main chain, or from its first row along one candidate, of sequence ", b, ", got ",
+           args.accepted_rows[q.row_begin + check.value]);
     case RedraftError::kPrediction:
       fail(op, "predictions[", check.value, "] must be a token, got ", args.predictions[check.value]);
     case RedraftError::kPoolLength:

@@ -18,6 +18,7 @@ int64_t live_end(const cpu::AttentionArgs& a, int64_t b) {
 
 // Every sequence's committed and new rows must lie inside its cache; page ids are checked as far as they are used.
 void check_capacity(const cpu::AttentionArgs& a, int64_t capacity, int64_t pages) {
+  WrittenPages written(pages);
   for (int64_t b = 0; b < a.batch; ++b) {
     const int64_t length = a.cache_seqlens[b];
     if (length < 0) fail(kOp, "cache_seqlens[", b, "] must be at least 0, got ", length);
@@ -31,6 +32,7 @@ void check_capacity(const cpu::AttentionArgs& a, int64_t capacity, int64_t pages
       if (page < 0 || page >= pages)
         fail(kOp, "page_table[", b, ", ", i, "] must be within 0..", pages - 1, " (num_pages - 1), got ", page);
     }
+    written.claim(kOp, b, a.page_table + b * a.max_pages, length, used, a.page_size);
   }
 }
 
@@ -51,10 +53,8 @@ Tensor multi_block_attention_with_kvcache(const Tensor& q, const Tensor& k, cons
     if (k_cache.size(dim) > 1 && k_cache.stride(dim) != v_cache.stride(dim))
       fail(kOp, "v_cache must have k_cache's strides ", shape_string(k_cache.strides()), ", got ",
            shape_string(v_cache.strides()));
-    if (k_cache.size(dim) > 1 && k_cache.stride(dim) < args.kv_heads * args.head_dim)
-      fail(kOp, "k_cache must not hold rows that share memory, got shape ", shape_string(k_cache), " with strides ",
-           shape_string(k_cache.strides()));
   }
+  check_separate_rows(k_cache, v_cache, kOp);
   check_int32(cache_seqlens, kOp, "cache_seqlens", "[B]", {args.batch});
   args.cache_seqlens = int32_data(cache_seqlens);
   args.kv_row_stride = k_cache.stride(1);

@@ -43,6 +43,7 @@ cpu::StepCache checked_cache(const cpu::StepModel& m, const Tensor& k_cache, con
               {m.layers(), slabs, kAny, m.kv_heads(), m.head_dim()});
   check_dense_rows(k_cache, kOp, "k_cache");
   check_cache_pair(k_cache, v_cache);
+  check_separate_rows(k_cache, v_cache, kOp);
   check_int32(cache_seqlens, kOp, "cache_seqlens", "[batch]", {batch});
   cpu::StepCache cache{};
   cache.k = k_cache.mutable_data_ptr();
@@ -63,6 +64,7 @@ cpu::StepCache checked_cache(const cpu::StepModel& m, const Tensor& k_cache, con
 
 // Every live row must fit behind the committed ones, on pages that exist.
 void check_room(const cpu::StepCache& cache, const Layout& layout, int64_t pages) {
+  WrittenPages written(cache.page_table == nullptr ? 0 : pages);
   for (int32_t b = 0; b < layout.batch; ++b) {
     int64_t live = 0;
     for (int32_t s = layout.cu_segments[b]; s < layout.cu_segments[b + 1]; ++s) live += layout.segments[s].length;
@@ -77,6 +79,7 @@ void check_room(const cpu::StepCache& cache, const Layout& layout, int64_t pages
       if (page < 0 || page >= pages)
         fail(kOp, "page_table[", b, ", ", i, "] must be a page of the cache (0..", pages - 1, "), got ", page);
     }
+    written.claim(kOp, b, cache.page_table + b * cache.max_pages, used, used + live, cache.page_size);
   }
 }
 

@@ -120,6 +120,9 @@ def redraft_twin(state: DecodeState, b: int, y_of: list[int], rows: list[int], f
     col[C.ACCEPTED], col[C.FIXED_POINT], col[C.EMITTED], col[C.WINNER] = a, int(fixed), 0, 0
     behind: list[int] = []  # guesses for the new chain
 
+    if not col[C.DONE] and len(q.text) >= col[C.MAX_LEN]:
+        col[C.DONE] = 2
+        q.cached = min(q.cached, len(q.text))
     if a and not col[C.DONE]:
         winner = next(s for s, run in enumerate(runs) if rows[-1] in run)
         col[C.WINNER] = winner
@@ -159,8 +162,6 @@ def redraft_twin(state: DecodeState, b: int, y_of: list[int], rows: list[int], f
         behind = y[winner][runs[winner].index(rows[-1]) + 1 :]
         behind += y[0][a + len(behind) :]
 
-    if not col[C.DONE] and len(q.text) >= col[C.MAX_LEN]:
-        col[C.DONE] = 2
     col[C.NUM_FINAL] = 1
     q.chain, q.candidates = [], []
     if not col[C.DONE] and len(q.text) == col[C.PROMPT_LEN] and q.cached < len(q.text):

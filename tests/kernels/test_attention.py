@@ -215,6 +215,39 @@ def test_every_path_of_a_tree_equals_one_token_at_a_time(
     assert not out[~live].any()
 
 
+@pytest.mark.parametrize("window_size", [-1, 40, 300])
+@pytest.mark.parametrize("committed", [0, 5, 250])
+def test_chain_of_one_token_segments(committed: int, window_size: int) -> None:
+    """Segments that each continue from the one before, in pieces of 1 to 3 tokens with holes, are one long chain."""
+    q, k, v = qkv(18, 400, 4, 1, 32, torch.float32)
+    cache = make_cache(19, [committed], 700, 1, 32)
+    expected = attend(q, k, v, cache.clone(), chains(400), window_size=window_size)
+    ones = make_layout([[(i, 1, i - 1, int(i > 0)) for i in range(400)]])
+    assert_equal(attend(q, k, v, cache.clone(), ones, window_size=window_size), expected)
+    segments, live, row = [], [], 0
+    while len(live) < 400:
+        length = min(1 + len(segments) % 3, 400 - len(live))
+        segments.append((row, length, len(segments) - 1, segments[-1][1] if segments else 0))
+        live += range(row, row + length)
+        row += length + int(len(segments) % 4 == 0)
+    layout = make_layout([segments])
+    spread = [t.new_zeros(layout.rows, *t.shape[1:]) for t in (q, k, v)]
+    for wide, narrow in zip(spread, (q, k, v), strict=True):
+        wide[live] = narrow
+    assert_equal(attend(*spread, cache.clone(), layout, window_size=window_size)[live], expected)
+
+
+@pytest.mark.parametrize("window_size", [2**31 - 1, 2**31, 2**63 - 1])
+def test_a_huge_window_sees_all(window_size: int) -> None:
+    layout = chains(70, 5)
+    q, k, v = qkv(16, layout.rows, 2, 1, 32, torch.float32)
+    cache = make_cache(17, [300, 0], 70, 1, 32)
+    expected = attend(q, k, v, cache.clone(), layout)
+    assert_equal(attend(q, k, v, cache.clone(), layout, window_size=window_size), expected)
+    pair = ops.multi_block_attention(q, k, v, *layout, window_size=window_size)
+    assert_equal(pair, ops.multi_block_attention(q, k, v, *layout))
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("strided", [False, True])
 def test_contiguous_strided_and_paged_caches(strided: bool, dtype: torch.dtype) -> None:

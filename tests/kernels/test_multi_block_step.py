@@ -355,6 +355,33 @@ def test_a_predictable_text_needs_few_steps(models: dict[str, Model]) -> None:
     assert steps < 150
 
 
+def test_a_limit_set_to_the_length_ends_a_sequence(models: dict[str, Model]) -> None:
+    """MAX_LEN = TEXT_LEN on a running row: the next step emits nothing and writes nothing behind the text."""
+    weights = pack_step_weights(models["llama"].tensors, models["llama"].config, torch.float32)
+    state = DecodeState.allocate([[3, 1, 4, 1, 5]], max_new_tokens=8, block_size=8, blocks=1, candidates=0)
+    k, v = weights.allocate_cache(1, state.cache_capacity)
+    size = ops.step_workspace_size(weights.descriptor, state.tokens.numel(), 1, state.segments.shape[0])
+
+    def step() -> None:
+        values = (k, v, state.cache_seqlens, state.tokens, state.segments, state.cu_seqlens_q, state.cu_segments)
+        values += (state.text, state.pool, state.state, state.stop_tokens, torch.empty(size, dtype=torch.uint8))
+        ops.multi_block_step(weights.blob, weights.descriptor, *values, block_size=8, blocks=1, candidates=0)
+
+    step()
+    length = int(state.state[0, StateColumn.TEXT_LEN])
+    assert state.running
+    assert length == 6
+    state.state[0, StateColumn.MAX_LEN] = length
+    memory = torch.cat([state.text[0, :length], torch.full((64,), -7, dtype=torch.int32)])
+    state.text = memory[:length].view(1, length)
+    expected = memory.clone()
+    step()
+    assert torch.equal(memory, expected)
+    assert state.done == [2]
+    assert state.emitted(0) == []
+    assert int(state.cache_seqlens[0]) <= length
+
+
 # Refusals -------------------------------------------------------------------------------------------------------------
 
 
@@ -368,3 +395,15 @@ def test_packing_names_the_tensor(models: dict[str, Model]) -> None:
         pack_step_weights(model.tensors | {name: torch.zeros(40, 51)}, model.config, torch.float32)
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.down_proj holds NaN"):
         pack_step_weights(model.tensors | {name: torch.full((40, 52), float("nan"))}, model.config, torch.float32)
+
+
+@pytest.mark.parametrize("window", [-2, 2**31, 2**63 - 1])
+def test_a_descriptor_with_a_window_out_of_range_is_refused(models: dict[str, Model], window: int) -> None:
+    model = models["mistral"]
+    weights = pack_step_weights(model.tensors, model.config, torch.float32)
+    ops.step_workspace_size(weights.descriptor, 8, 1, 1)
+    words = weights.descriptor.clone()
+    at = (words == ARCHITECTURES["mistral"][1]["sliding_window"] - 1).nonzero()[-1]
+    words[at] = window
+    with pytest.raises(RuntimeError, match=r"step_workspace_size: descriptor of shape .* has a window out of range"):
+        ops.step_workspace_size(words, 8, 1, 1)

@@ -345,6 +345,66 @@ def test_refusals_name_the_argument_and_change_nothing(name: str, argument: str,
                 assert_equal(new[key], tensor, f"{key} after a refused call")
 
 
+CACHED = ["cached_attention", "cached_attention_in_pages", "commit", "commit_in_pages", "multi_block_step"]
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_caches_that_share_memory_are_refused(name: str) -> None:
+    call = CALLS[name](torch.float32).fresh()
+    k, v = call.args["k_cache"], call.args["v_cache"]
+    before = k.clone()
+    with pytest.raises(RuntimeError, match=f"^{call.op}: k_cache and v_cache must not share memory, got"):
+        call.run(v_cache=k)
+    assert_equal(k, before, "k_cache")
+    for dim in range(k.dim() - 2):
+        rows = [t.narrow(dim, 0, 1).expand_as(t) for t in (k, v)]
+        if k.shape[dim] > 1:
+            with pytest.raises(RuntimeError, match=f"^{call.op}: k_cache must not hold rows that share memory, got"):
+                call.run(k_cache=rows[0], v_cache=rows[1])
+    assert_equal(k, before, "k_cache")
+
+
+def paged_pair_call(op: str) -> Call:
+    """Two sequences with 6 committed rows and 3 query rows each, in pages of 4 rows; so they write pages 1 and 2."""
+    cache = make_cache(4, [6, 6], 6, 2, 8, page_size=4)
+    k, v = cache.k.nan_to_num(), cache.v.nan_to_num()
+    if op == "commit":
+        rows = int32(0, 1, 2, 3, 4, 5)
+        k, v = k[None], v[None]
+        return arguments(op, k, v, cache.lengths, rows, int32(3, 3), int32(0, 3, 6), page_table=cache.page_table)
+    q = random_tensor(1, 6, 2, 8)
+    return arguments(op, q, q, q, k, v, cache.lengths, *chains(3, 3), page_table=cache.page_table)
+
+
+@pytest.mark.parametrize("op", ["commit", "multi_block_attention_with_kvcache"])
+def test_a_page_is_written_once(op: str) -> None:
+    call = paged_pair_call(op)
+    table = call.options["page_table"]
+    assert table.shape == (2, 3)
+    shared = table.clone()
+    shared[1, 0] = table[0, 0]  # a prefix that both only read
+    call.fresh().run(page_table=shared)
+    for b, page, other in ((1, 1, (0, 1)), (1, 2, (0, 1)), (1, 2, (1, 1)), (0, 2, (0, 1))):
+        wrong = table.clone()
+        wrong[b, page] = table[other]
+        before = call.fresh()
+        message = rf"^{op}: page_table\[{b}, {page}\] must be a page that no other row of this call is written to"
+        with pytest.raises(RuntimeError, match=message):
+            call.run(page_table=wrong)
+        for key, value in before.args.items():
+            assert_equal(call.args[key], value, f"{key} after a refused call")
+
+
+def test_a_page_is_written_once_by_a_step() -> None:
+    call = step_call(torch.float32)
+    k, v = (call.args[name].flatten(1, 2).unflatten(1, (-1, 1)) for name in ("k_cache", "v_cache"))
+    table = torch.arange(k.shape[1], dtype=torch.int32).view(2, -1)
+    call.fresh().run(k_cache=k.clone(), v_cache=v.clone(), page_table=table)
+    table[1, 0] = 1
+    with pytest.raises(RuntimeError, match=r"^multi_block_step: page_table\[1, 0\] must be a page that no other row"):
+        call.run(k_cache=k, v_cache=v, page_table=table)
+
+
 @pytest.mark.parametrize(
     ("segment", "message"),
     [

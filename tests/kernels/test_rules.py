@@ -263,6 +263,68 @@ def test_redraft_refuses_what_does_not_fit(damage: object, message: str) -> None
         state.redraft(**results)
 
 
+@pytest.mark.parametrize(
+    ("rows", "wrong"),
+    [
+        ([1], 0),  # not the chain's start
+        ([0, 2], 1),  # a gap
+        ([4, 5], 0),  # a candidate without the chain's first row
+        ([0, 5], 1),  # not the candidate's start
+        ([0, 1, 4], 1),  # a candidate behind two rows of the chain
+        ([0, 4, 5, 6], 1),  # row 6 is a hole
+        ([0, 3], 1),  # and so is row 3
+    ],
+)
+def test_redraft_refuses_rows_that_are_no_path(rows: list[int], wrong: int) -> None:
+    state, results = decoding_state()
+    state.segments[:, 1] = torch.tensor([3, 2], dtype=torch.int32)
+    state.segments[1, 3] = 1
+    state.cache_seqlens += len(rows) - 1
+    results["num_accepted"].fill_(len(rows))
+    results["accepted_rows"][: len(rows)] = torch.tensor(rows, dtype=torch.int32)
+    before = [t.clone() for t in (state.tokens, state.segments, state.text, state.pool, state.state)]
+    with pytest.raises(RuntimeError, match=rf"redraft: accepted_rows\[{wrong}\] must ascend along the main chain"):
+        state.redraft(**results)
+    for got, want in zip((state.tokens, state.segments, state.text, state.pool, state.state), before, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 4])
+def test_redraft_ends_a_sequence_whose_limit_is_its_length(accepted: int) -> None:
+    """MAX_LEN = TEXT_LEN says 'stop here': nothing is emitted, whatever was accepted, and nothing written behind it."""
+    state, results = decoding_state()
+    length = int(state.state[0, StateColumn.TEXT_LEN])
+    memory = torch.cat([state.text[0, :length], torch.full((8,), -7, dtype=torch.int32)])
+    state.text = memory[:length].view(1, length)
+    state.state[0, StateColumn.MAX_LEN] = length
+    state.cache_seqlens += accepted - 1
+    results["num_accepted"].fill_(accepted)
+    results["accepted_rows"][:accepted] = torch.arange(accepted, dtype=torch.int32)
+    expected = memory.clone()
+    state.redraft(**results)
+    assert torch.equal(memory, expected)
+    assert state.done == [2]
+    assert state.emitted(0) == []
+    assert int(state.state[0, StateColumn.TEXT_LEN]) == length
+    assert int(state.cache_seqlens[0]) <= length
+    assert not state.segments[:, 1].any()
+
+
+def test_the_pool_s_context_ends_with_the_text() -> None:
+    """Fewer rows are accepted than the chain's tokens and predictions allow: the pool reads nothing behind the text."""
+    state, results = decoding_state()
+    length = int(state.state[0, StateColumn.TEXT_LEN])
+    memory = torch.cat([state.text[0, :length], torch.full((20,), -7, dtype=torch.int32)])
+    state.text = memory[: length + 2].view(1, length + 2)
+    state.state[0, StateColumn.MAX_LEN] = length + 2
+    results["predictions"][:4] = torch.cat([state.tokens[1:3], torch.tensor([9, 9], dtype=torch.int32)])
+    state.pool.zero_()
+    state.redraft(**results)
+    assert int(state.state[0, StateColumn.TEXT_LEN]) == length + 1
+    entry = state.pool[0, int(state.state[0, StateColumn.POOL_NEXT]) - 1]
+    assert entry[: 1 + int(entry[0])].tolist() == [length + 2, *state.text[0, : length + 1].tolist(), 9]
+
+
 def test_redraft_names_shapes_and_types() -> None:
     state, results = decoding_state()
     with pytest.raises(RuntimeError, match=r"redraft: fixed_point must be bool, got int32 of shape \[1\]"):
