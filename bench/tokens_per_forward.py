@@ -23,7 +23,6 @@ import json
 import os
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this file is 
 
 from jacobi_decoding.cli import CommandError, Parser, fail, note
 from jacobi_decoding.cli import arguments as shared
+from jacobi_decoding.cli.output import check_writable, write_json_atomically
 
 LOOKUP_TOKENS = 10
 METHODS = ("ar", "vanilla", "ours", "prompt_lookup")
@@ -91,9 +91,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     files = [read_prompts(Path(name), args.limit, args.seed) for name in args.prompts]
-    target = Path(args.json) if args.json else None
-    if target and not target.absolute().parent.is_dir():
-        raise CommandError(f"folder {str(target.absolute().parent)!r} does not exist; create it or change --json")
+    target = None if args.json is None else Path(args.json)
+    if target:
+        check_writable(target, "--json")
     shared.set_threads(args)
     note("loading the model")
     loaded = shared.load(args)
@@ -108,13 +108,15 @@ def run(args: argparse.Namespace) -> int:
                 for prompt in prompts:
                     result["files"][-1]["prompts"].append(runner.compare(prompt))
                     add_totals(result)
-                    write(target, result)
+                    if target:
+                        write_json_atomically(target, result)
                     advance()
         result["complete"] = True
     except KeyboardInterrupt:
         interrupted = True
     add_totals(result)
-    write(target, result)
+    if target:
+        write_json_atomically(target, result)
     print_tables(result)
     if target:
         note(f"results are in {target}")
@@ -292,19 +294,6 @@ def totals_of(prompts: list[dict[str, Any]]) -> dict[str, Any]:
             "highest": max(per_prompt, default=None),
         }
     return totals
-
-
-def write(path: Path | None, result: dict[str, Any]) -> None:
-    """Written beside its place and renamed, so that a reader never sees half a file."""
-    if path is None:
-        return
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.absolute().parent, prefix=f".{path.name}.", delete=False
-    ) as file:
-        json.dump(result, file, ensure_ascii=False, indent=1)
-        file.write("\n")
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
 
 
 def print_tables(result: dict[str, Any]) -> None:

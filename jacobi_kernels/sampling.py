@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from jacobi_kernels.checks import whole_number
+
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -53,12 +55,15 @@ def row_seeds(seed: int | Sequence[int] | Tensor, batch: int, device: torch.devi
     Raises
     ------
     ValueError
-        A sequence or tensor without exactly ``batch`` seeds.
+        Not integers, or a sequence or tensor without exactly ``batch`` seeds.
     """
-    if isinstance(seed, int):
-        rows = [_as_int64(splitmix64(seed + b * _GOLDEN)) for b in range(batch)]
+    if isinstance(seed, Tensor):
+        seed = seed.tolist()
+    if isinstance(seed, str) or not isinstance(seed, Sequence):
+        first = whole_number("seed", seed, others=", or a list with one per row")
+        rows = [_as_int64(splitmix64(first + b * _GOLDEN)) for b in range(batch)]
     else:
-        rows = [_as_int64(int(s)) for s in seed]
+        rows = [_as_int64(whole_number(f"seed[{b}]", s)) for b, s in enumerate(seed)]
         if len(rows) != batch:
             raise ValueError(f"seed must be an int or hold one int per row: expected {batch}, got {len(rows)}")
     return torch.tensor(rows, dtype=torch.int64, device=device)

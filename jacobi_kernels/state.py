@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from jacobi_kernels import ops
+from jacobi_kernels.checks import whole_number
 from jacobi_kernels.layout import BlockLayout
 
 STATE_COLUMNS = 16
 MATCH_TOKENS = 8  # context in front of a pool entry's tail, and the longest match
 MAX_TOKEN = 2**31 - 1
+MAX_DRAFT_OPTION = 2**20  # of block_size, blocks and candidates, as the ops check
 
 T = TypeVar("T")
 
@@ -77,7 +79,7 @@ class DecodeState:
     stop_tokens : Tensor
         ``[B, stops]`` int32, padded with -1.
     block_size, blocks, candidates : int
-        n, K (most active blocks) and C.
+        n, K (most active blocks) and C, as the ops get them: :meth:`allocate` lowers n and K to what can be used.
     spawn_ratio : float
         Share of unchanged chain tokens at which one more block becomes active.
     """
@@ -120,7 +122,9 @@ class DecodeState:
         max_new_tokens : int or one per sequence
             Most tokens to emit; 0 leaves a sequence done from the start.
         block_size, blocks, candidates : int
-            n >= 1, K >= 1, C >= 0.
+            n >= 1, K >= 1, C >= 0. A chain is never longer than the tokens left, so n is lowered to the largest
+            max_new_tokens + 1, then K to the blocks of n that cover it: memory follows the tokens that are wanted.
+            The state's attributes hold the lowered values.
         chain_capacity : int, optional
             Query slots of the main chain, at least ``blocks * block_size``; also the most prompt tokens that one step
             takes in. By default up to 256 where prompts are that long.
@@ -141,26 +145,26 @@ class DecodeState:
         batch = len(prompts)
         if batch == 0:
             raise ValueError("prompts must hold at least one sequence")
-        if block_size < 1 or blocks < 1 or candidates < 0:
-            raise ValueError(
-                "block_size and blocks must be at least 1 and candidates at least 0, "
-                f"got {block_size}, {blocks} and {candidates}"
-            )
+        block_size = whole_number("block_size", block_size, 1, MAX_DRAFT_OPTION)
+        blocks = whole_number("blocks", blocks, 1, MAX_DRAFT_OPTION)
+        candidates = whole_number("candidates", candidates, 0, MAX_DRAFT_OPTION)
         if not 0.0 <= spawn_ratio <= 1.0:
             raise ValueError(f"spawn_ratio must be within 0..1, got {spawn_ratio}")
-        if pool_rows < 0:
-            raise ValueError(f"pool_rows must be at least 0, got {pool_rows}")
+        pool_rows = whole_number("pool_rows", pool_rows, 0, MAX_TOKEN)
         for b, prompt in enumerate(prompts):
             if len(prompt) == 0:
                 raise ValueError(f"prompts[{b}] must hold at least one token")
             _check_tokens(f"prompts[{b}]", prompt)
-        limits = _per_sequence("max_new_tokens", max_new_tokens, batch)
-        if min(limits) < 0:
-            raise ValueError(f"max_new_tokens must be at least 0, got {min(limits)}")
+        limits = [
+            whole_number("max_new_tokens", limit, 0, MAX_TOKEN - len(prompt))
+            for limit, prompt in zip(_per_sequence("max_new_tokens", max_new_tokens, batch), prompts, strict=True)
+        ]
         from_prompt = _per_sequence("pool_from_prompt", pool_from_prompt, batch)
         stops = _stop_lists(stop_tokens, batch)
 
         longest = max(len(prompt) for prompt in prompts)
+        block_size = min(block_size, max(limits) + 1)
+        blocks = min(blocks, -(-(max(limits) + 1) // block_size))
         chain = blocks * block_size
         if chain_capacity is None:
             chain_capacity = max(chain, min(256, longest))

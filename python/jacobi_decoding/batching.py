@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from numbers import Integral
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from jacobi_kernels.state import DecodeState, StateColumn
+from jacobi_kernels.checks import whole_number
+from jacobi_kernels.state import MAX_TOKEN, DecodeState, StateColumn
 
 
 def unpadded_prompts(input_ids: Tensor, attention_mask: Tensor | None, pad_token_id: int | None) -> list[list[int]]:
@@ -21,6 +21,8 @@ def unpadded_prompts(input_ids: Tensor, attention_mask: Tensor | None, pad_token
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
         shape = list(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
         raise ValueError(f"input_ids must be an integer tensor of shape [batch, prompt], got {shape}")
+    if input_ids.device.type != "cpu":
+        raise ValueError(f"input_ids must be on the CPU, got {input_ids.device}; pass input_ids.cpu()")
     if input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
         raise ValueError(f"input_ids must hold at least one token per row, got shape {list(input_ids.shape)}")
     if attention_mask is None:
@@ -28,10 +30,9 @@ def unpadded_prompts(input_ids: Tensor, attention_mask: Tensor | None, pad_token
         if pad_token_id is not None:  # leading pad tokens, unless the row is nothing else
             leading = (input_ids == pad_token_id).cumprod(dim=1).bool()
             attention_mask &= ~leading | leading.all(dim=1, keepdim=True)
-    if attention_mask.shape != input_ids.shape:
-        raise ValueError(
-            f"attention_mask must have the shape of input_ids {list(input_ids.shape)}, got {list(attention_mask.shape)}"
-        )
+    if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
+        shape = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        raise ValueError(f"attention_mask must be a tensor of input_ids' shape {list(input_ids.shape)}, got {shape}")
     prompts = []
     for b, (ids, mask) in enumerate(zip(input_ids.tolist(), attention_mask.bool().tolist(), strict=True)):
         prompt = [token for token, real in zip(ids, mask, strict=True) if real]
@@ -53,22 +54,27 @@ def check_vocabulary(input_ids: Tensor, vocab_size: int) -> None:
 
 def checked_limits(max_new_tokens: int | Sequence[int]) -> int | list[int]:
     """max_new_tokens, at least 1 each; ValueError otherwise."""
-    limits = [max_new_tokens] if isinstance(max_new_tokens, Integral) else list(max_new_tokens)  # type: ignore[arg-type]
-    for limit in limits:
-        if isinstance(limit, bool) or not isinstance(limit, Integral) or limit < 1:
-            raise ValueError(f"max_new_tokens must be an integer of at least 1, got {limit!r}")
-    return int(limits[0]) if isinstance(max_new_tokens, Integral) else [int(limit) for limit in limits]
+    if isinstance(max_new_tokens, (list, tuple)):
+        return [whole_number(f"max_new_tokens[{b}]", limit, 1, MAX_TOKEN) for b, limit in enumerate(max_new_tokens)]
+    return whole_number("max_new_tokens", max_new_tokens, 1, MAX_TOKEN, others=", or a list with one per row")
 
 
 def stop_lists(eos_token_id: Any) -> list[int] | list[list[int]]:
-    """eos_token_id as DecodeState takes it: token ids for all rows, or a list per row."""
-    if eos_token_id is None:
-        return []
+    """eos_token_id as DecodeState takes it: token ids for all rows, or a list per row; ValueError otherwise."""
     if isinstance(eos_token_id, Tensor):
         eos_token_id = eos_token_id.tolist()
-    if isinstance(eos_token_id, Integral):
-        return [int(eos_token_id)]
-    return [list(row) if isinstance(row, Sequence) else int(row) for row in eos_token_id]  # type: ignore[return-value]
+    if eos_token_id is None:
+        return []
+    if isinstance(eos_token_id, (str, bytes)) or not isinstance(eos_token_id, Iterable):
+        return [_stop_token(eos_token_id)]
+    rows = list(eos_token_id)
+    if rows and all(isinstance(row, (list, tuple)) for row in rows):
+        return [[_stop_token(token) for token in row] for row in rows]
+    return [_stop_token(token) for token in rows]
+
+
+def _stop_token(token: Any) -> int:
+    return whole_number("eos_token_id", token, 0, MAX_TOKEN, others=", a list of them, or a list of lists, one per row")
 
 
 def padded_sequences(input_ids: Tensor, state: DecodeState, pad_token_id: int | None) -> Tensor:

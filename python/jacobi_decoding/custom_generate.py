@@ -51,6 +51,8 @@ def jacobi_generate(
     token_streamer: a streamer; generate keeps its own ``streamer`` argument from custom functions.
     Temperature, top-k and top-p, lengths, stop tokens, stop strings and time limits are honoured, other stopping
     criteria for a batch of one. Beams, other logits processors and further outputs raise a ValueError.
+    A cache of the user's own that is handed in empty stays empty: generate prepares an empty one itself, so the two
+    cannot be told apart.
     """
     _check_config(generation_config)
     _check_model_kwargs(model_kwargs)
@@ -70,10 +72,12 @@ def jacobi_generate(
     if limit < 1:
         raise ValueError(f"max_length {generation_config.max_length} leaves no new token after {input_ids.shape[1]}")
     mask = model_kwargs.get("attention_mask")  # generate drops one that is all ones
+    mask = mask if mask is not None else torch.ones_like(input_ids)
+    _check_position_ids(model_kwargs.get("position_ids"), mask)
     pad = getattr(generation_config, "_pad_token_tensor", None)
     return cached_decoder(model).generate(
         input_ids,
-        mask if mask is not None else torch.ones_like(input_ids),
+        mask,
         max_new_tokens=limit,
         block_size=block_size,
         blocks=blocks,
@@ -120,6 +124,18 @@ def _check_model_kwargs(model_kwargs: dict[str, Any]) -> None:
             raise ValueError(
                 f"{name} must be empty: Jacobi decoding keeps its own cache; pass the whole prompt instead"
             )
+
+
+def _check_position_ids(position_ids: Tensor | None, mask: Tensor) -> None:
+    """ValueError unless every real token has the position that generate prepares: its place among the real tokens."""
+    if position_ids is None:
+        return
+    wanted = mask.long().cumsum(-1) - 1
+    fits = position_ids.shape[-1] == mask.shape[-1] and position_ids.shape[-2:-1] in ((1,), mask.shape[:1])
+    if not fits or not bool(((position_ids == wanted) | (mask == 0)).all()):
+        raise ValueError(
+            "position_ids must count each row's tokens from 0, as generate does by itself; leave position_ids out"
+        )
 
 
 def _criteria_callback(criteria: Sequence[Any]) -> StepCallback:

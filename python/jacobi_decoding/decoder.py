@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -24,7 +25,8 @@ from jacobi_decoding.profiling import op_profile
 from jacobi_decoding.sampling import PerRow, SamplingParams
 from jacobi_decoding.stats import DecodeStats, StatsRecorder
 from jacobi_decoding.step_engine import StepEngine
-from jacobi_kernels.state import DecodeState, StateColumn
+from jacobi_kernels.checks import whole_number
+from jacobi_kernels.state import MAX_DRAFT_OPTION, DecodeState, StateColumn
 
 MODEL_DEFAULT: Any = object()  # eos_token_id: what the model's generation config says
 StopTokens = int | Sequence[int] | Sequence[Sequence[int]] | None
@@ -109,17 +111,19 @@ class JacobiDecoder:
         Raises ValueError naming the argument.
         """
         self._follow_model()
-        controller = None
-        if block_size == "auto":
-            if blocks < 1 or candidates < 0:
-                raise ValueError(f"blocks must be at least 1 and candidates at least 0, got {blocks} and {candidates}")
+        adaptive = isinstance(block_size, str) and block_size == "auto"
+        if not adaptive:
+            block_size = whole_number("block_size", block_size, 1, MAX_DRAFT_OPTION, others=", or 'auto'")
+        blocks = whole_number("blocks", blocks, 1, MAX_DRAFT_OPTION)
+        candidates = whole_number("candidates", candidates, 0, MAX_DRAFT_OPTION)
+        if adaptive:
             block_size, blocks, candidates = AUTO_BLOCK_SIZE, AUTO_BLOCKS, AUTO_CANDIDATES
-            controller = Controller(self._measured_cost())
         prompts = unpadded_prompts(input_ids, attention_mask, self._pad_token(pad_token_id, eos_token_id))
+        _check_streamer(streamer, len(prompts))
         state = DecodeState.allocate(
             prompts,
             max_new_tokens=checked_limits(max_new_tokens),
-            block_size=block_size,
+            block_size=int(block_size),
             blocks=blocks,
             candidates=candidates,
             pool_rows=pool_rows,
@@ -128,18 +132,19 @@ class JacobiDecoder:
             spawn_ratio=spawn_ratio,
         )
         check_vocabulary(input_ids, self.engine.vocab_size)
-        self.engine.check_length(int(state.state[:, StateColumn.MAX_LEN].max()))
+        longest = int(state.state[:, StateColumn.MAX_LEN].max())
+        self.engine.check_length(longest)
+        self._warn_of_length(longest)
         sampling = SamplingParams.create(
             state.batch,
             self.engine.vocab_size,
             temperature=temperature if do_sample else 0.0,
             top_k=top_k,
             top_p=top_p,
-            seed=int(torch.randint(2**62, ())) if seed is None and do_sample else seed or 0,
+            seed=int(torch.randint(2**62, ())) if seed is None and do_sample else 0 if seed is None else seed,
         )
-        if streamer is not None and state.batch != 1:
-            raise ValueError(f"streamer takes one row, got a batch of {state.batch}")
-        stats = DecodeStats("cpu", self.path, block_size, blocks, candidates, adaptive=controller is not None)
+        controller = Controller(self._measured_cost()) if adaptive else None
+        stats = DecodeStats("cpu", self.path, int(block_size), blocks, candidates, adaptive=adaptive)
         self._run(state, sampling, stats, streamer, step_callback, input_ids, profile, controller)
         sequences = padded_sequences(input_ids, state, self._pad_token(pad_token_id, eos_token_id))
         return (sequences, stats) if return_stats else sequences
@@ -191,20 +196,40 @@ class JacobiDecoder:
         if isinstance(self.engine, StepEngine) and not self.engine.fits():
             self.engine, self.path_reason = choose_engine(self.model, self._wanted_path)
 
+    def _warn_of_length(self, length: int) -> None:
+        """As transformers does, decode beyond the positions that the model was made for, but say so."""
+        most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if most is not None and length > most:
+            warnings.warn(
+                f"prompt and max_new_tokens come to {length} tokens, more than the model's max_position_embeddings "
+                f"{most}; what it writes beyond may be poor",
+                stacklevel=4,  # generate, behind torch.no_grad
+            )
+
     def _default_eos(self) -> StopTokens:
         config = getattr(self.model, "generation_config", None) or self.model.config
         return getattr(config, "eos_token_id", None)
 
     def _pad_token(self, pad_token_id: int | None, eos_token_id: StopTokens) -> int | None:
         """What generate pads with: the argument, the generation config's pad token, else the first stop token."""
-        if pad_token_id is None:
-            config = getattr(self.model, "generation_config", None) or self.model.config
-            pad_token_id = getattr(config, "pad_token_id", None)
+        if pad_token_id is not None:
+            return whole_number("pad_token_id", pad_token_id)
+        config = getattr(self.model, "generation_config", None) or self.model.config
+        pad_token_id = getattr(config, "pad_token_id", None)
         if pad_token_id is None:
             stops = stop_lists(self._default_eos() if eos_token_id is MODEL_DEFAULT else eos_token_id)
             flat = [t for row in stops for t in (row if isinstance(row, Sequence) else [row])]
             pad_token_id = flat[0] if flat else None
         return pad_token_id
+
+
+def _check_streamer(streamer: Any, batch: int) -> None:
+    if streamer is None:
+        return
+    if not callable(getattr(streamer, "put", None)) or not callable(getattr(streamer, "end", None)):
+        raise ValueError(f"streamer must have the methods put and end, got {type(streamer).__name__}")
+    if batch != 1:
+        raise ValueError(f"streamer takes one row, got a batch of {batch}")
 
 
 class _Attached:

@@ -147,7 +147,7 @@ def _load_folder(source: str, dtype: torch.dtype) -> Any:
 
 def _load_gguf(path: Path, dtype: torch.dtype, progress: Progress | None) -> tuple[Any, Any]:
     _check_gguf_header(path)
-    folder = cached_gguf(path, lambda: _read_gguf(path, torch.float32), progress)
+    folder = cached_gguf(path, lambda: _read_gguf(path, torch.float32), lambda: _check_gguf_size(path), progress)
     if folder is not None:
         return _load_folder(str(folder), dtype), _load_tokenizer(str(folder))[0]
     return _read_gguf(path, dtype)
@@ -155,12 +155,34 @@ def _load_gguf(path: Path, dtype: torch.dtype, progress: Progress | None) -> tup
 
 def _check_gguf_header(path: Path) -> None:
     """Magic and version: what can be told before the slow parse."""
-    head = path.open("rb").read(8)
+    with path.open("rb") as file:
+        head = file.read(8)
     if len(head) < 8 or head[:4] != b"GGUF":
         raise LoadError(f"{str(path)!r} is not a GGUF file; name another file or download it again")
     version = struct.unpack("<I", head[4:])[0]
     if version not in (2, 3):
         raise LoadError(f"{str(path)!r} has GGUF version {version}; convert it to version 2 or 3")
+
+
+def _check_gguf_size(path: Path) -> None:
+    """Whether the file holds all that its header lists; other defects are left to the slow parse."""
+    from gguf import GGUFReader
+
+    try:
+        GGUFReader(path)
+    except Exception as error:
+        if _is_truncation(error):
+            raise _truncated(path) from error
+
+
+def _is_truncation(error: Exception) -> bool:
+    return isinstance(error, (struct.error, IndexError)) or bool(
+        re.search("reshape|larger dtype|buffer", _first_line(error))
+    )
+
+
+def _truncated(path: Path) -> LoadError:
+    return LoadError(f"{str(path)!r} is truncated or damaged; copy or download the file again")
 
 
 def _read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -172,10 +194,11 @@ def _read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
             tokenizer = AutoTokenizer.from_pretrained(str(path.parent), **options)
             model = AutoModelForCausalLM.from_pretrained(str(path.parent), dtype=dtype, **options)
     except Exception as error:
-        reason = _first_line(error)
-        if isinstance(error, (struct.error, IndexError)) or re.search("reshape|larger dtype|buffer", reason):
-            raise LoadError(f"{str(path)!r} is truncated or damaged; copy or download the file again") from error
-        raise LoadError(f"cannot load {str(path)!r}: {reason}; convert the model to a safetensors folder") from error
+        if _is_truncation(error):
+            raise _truncated(path) from error
+        raise LoadError(
+            f"cannot load {str(path)!r}: {_first_line(error)}; convert the model to a safetensors folder"
+        ) from error
     _check_causal(model.config, str(path))
     _forget_quantisation(model)
     return model, tokenizer

@@ -34,20 +34,26 @@ def cache_dir() -> Path | None:
 
 
 def cached_gguf(
-    path: Path, read: Callable[[], tuple[Any, Any]], progress: Callable[[str], None] | None = None
+    path: Path,
+    read: Callable[[], tuple[Any, Any]],
+    check: Callable[[], None],
+    progress: Callable[[str], None] | None = None,
 ) -> Path | None:
     """Folder with a float32 copy of the GGUF file, made by ``read() -> (model, tokenizer)`` when it is not there yet.
 
-    None when no copy is kept: turned off, too large, or the folder cannot be written. Errors of ``read`` pass through.
+    None when no copy is kept: turned off, too large, or the folder cannot be written. Errors of ``read`` pass through,
+    as do those of ``check``, which runs before the progress line of a slow read.
     """
     root = cache_dir()
     scratch = None if root is None or path.stat().st_size > MAX_GGUF_BYTES else _new_folder(root)
     if root is None or scratch is None:
+        check()
         _say(progress, f"reading {path.name} (takes some seconds)")
         return None
     folder = root / f"{path.stem}-{_content_key(path)}"
     try:
         if not (folder / "config.json").is_file():
+            check()
             _say(progress, f"reading {path.name} for the first time; a copy in {root} makes the next start faster")
             model, tokenizer = read()
             model.save_pretrained(scratch)

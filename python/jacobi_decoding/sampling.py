@@ -14,6 +14,7 @@ from torch import Tensor
 from jacobi_kernels.sampling import row_seeds
 
 SCRATCH_ROWS = 16  # rows of logits that top-k and top-p may hold at a time
+_LARGEST = torch.finfo(torch.float32).max
 _SMALLEST = torch.finfo(torch.float32).tiny  # a top_p that rounds to 0 would keep no token
 
 PerRow = float | int | Sequence[float] | Sequence[int] | Tensor
@@ -91,7 +92,8 @@ def _rows(name: str, value: Any, batch: int, check: Callable[[str, Any], float])
 
 
 def _number(name: str, value: Any, expected: str) -> Any:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not real or not abs(value) < math.inf:
         raise ValueError(f"{name} must be {expected}, got {value!r}")
     return value
 
@@ -100,6 +102,8 @@ def _temperature(name: str, value: Any) -> float:
     expected = "a number >= 0 (0 is greedy)"
     if _number(name, value, expected) < 0:
         raise ValueError(f"{name} must be {expected}, got {value!r}")
+    if value > _LARGEST:
+        raise ValueError(f"{name} must be {expected} that float32 can hold, got {value!r}")
     return float(value)
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from jacobi_decoding.cli import CommandError
+from jacobi_decoding.cli.output import warnings_as_notes, write_json_atomically
 from jacobi_decoding.loading import default_model_path
 from tests.cli.conftest import Result, tiny_config
 
@@ -70,10 +74,19 @@ def test_truncated_gguf(jacobi_here: Callable[..., Result], tmp_path: Path, size
     with default_model_path().open("rb") as whole:
         file.write_bytes(whole.read(size))
     result = jacobi_here("generate", "--prompt", "x", "--model", file)
-    lines = result.err.strip().splitlines()
-    # A file that starts like a GGUF takes seconds to read, which is announced first.
-    assert all(line.startswith("jacobi: reading") for line in lines[:-1])
-    check(result._replace(err=lines[-1]), "short.gguf", "download")
+    check(result, "short.gguf", "download")
+
+
+def test_prompt_that_is_not_utf8(
+    jacobi_here: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    check(jacobi_here("generate", "--prompt-file", tmp_path / "latin.txt"), "latin.txt", "not UTF-8", "convert")
+    check(jacobi_here("generate", "--prompt", "caf\udce9"), "--prompt is not UTF-8", "convert")
+    for errors in ("strict", "surrogateescape"):  # as Python opens it, and as it does in the C locale
+        stdin = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8", errors=errors)
+        monkeypatch.setattr("sys.stdin", stdin)
+        check(jacobi_here("generate", "--prompt-file", "-"), "standard input is not UTF-8", "convert")
 
 
 def test_folder_without_config(jacobi_here: Callable[..., Result], tmp_path: Path) -> None:
@@ -130,6 +143,48 @@ def test_folder_without_tokenizer(jacobi_here: Callable[..., Result], tiny_folde
 
 def test_demo_checks_its_file_first(jacobi_here: Callable[..., Result]) -> None:
     check(jacobi_here("demo", "--json", "/nonexistent/demo.json"), "/nonexistent")
+
+
+@pytest.mark.parametrize("command", [("demo", "--json"), ("pack", "--out")])
+def test_targets_are_checked_first(
+    jacobi_here: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: tuple[str, str]
+) -> None:
+    monkeypatch.setattr("jacobi_decoding.cli.arguments.load", lambda *args, **options: pytest.fail("loaded"))
+    name, option = command
+    folder = tmp_path / "x.safetensors"
+    folder.mkdir()
+    check(jacobi_here(name, option, folder), str(folder), "is a folder", option)
+    # root may write anywhere but here
+    check(jacobi_here(name, option, "/proc/x.safetensors"), "cannot write '/proc/x.safetensors'", option)
+    check(jacobi_here(name, option, tmp_path / f"{'x' * 300}.safetensors"), "too long", option)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+def test_a_failing_write_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "x.json").write_text("old")
+    for place in ("json.dump", "os.replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, full)
+            with pytest.raises(CommandError, match=r"x\.json': No space left on device"):
+                write_json_atomically(tmp_path / "x.json", {})
+    with pytest.raises(TypeError):
+        write_json_atomically(tmp_path / "x.json", {"a": object()})
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+    write_json_atomically(tmp_path / "x.json", {"a": "é"})
+    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"a": "é"}
+
+
+def test_a_special_file_is_no_target(jacobi_here: Callable[..., Result]) -> None:
+    check(jacobi_here("demo", "--json", "/dev/null"), "/dev/null", "not a regular file")
+
+
+def test_a_warning_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings_as_notes():
+        warnings.warn("first\nsecond", stacklevel=1)
+    assert capsys.readouterr().err == "jacobi: note: first second\n"
 
 
 def test_unknown_command(jacobi_here: Callable[..., Result]) -> None:

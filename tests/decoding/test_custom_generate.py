@@ -77,6 +77,24 @@ class StopAt(StoppingCriteria):
         return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length, dtype=torch.bool)
 
 
+def test_position_ids(model: Any) -> None:
+    options: dict[str, Any] = {
+        "attention_mask": MASK,
+        "max_new_tokens": 9,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "custom_generate": jacobi_generate,
+    }
+    wanted = model.generate(BATCH, **options)
+    places = (MASK.cumsum(-1) - 1).clamp(min=0)
+    assert torch.equal(model.generate(BATCH, position_ids=places, **options), wanted)
+    for other in (places + 1, torch.arange(4)[None]):
+        with pytest.raises(ValueError, match=r"position_ids must count .* leave position_ids out"):
+            model.generate(BATCH, position_ids=other, **options)
+    found = model.generate(IDS, position_ids=torch.arange(7)[None], max_new_tokens=3, custom_generate=jacobi_generate)
+    assert found.shape == (1, 10)
+
+
 @pytest.mark.parametrize("new", [1, 5, 13])
 def test_a_stopping_criterion(model: Any, new: int) -> None:
     criteria = StoppingCriteriaList([StopAt(IDS.shape[1] + new)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -169,6 +170,17 @@ def test_padding_on_either_side_is_left_out() -> None:
         ({"attention_mask": torch.ones(2, 3)}, "attention_mask"),
         ({"eos_token_id": [[1], [2]]}, "stop_tokens"),
         ({"spawn_ratio": 2.0}, "spawn_ratio"),
+        *(({"max_new_tokens": v}, "max_new_tokens") for v in (2.5, None, "3", torch.tensor(3), 2**31, 2**40, [2.5])),
+        *(({"block_size": v}, "block_size .* or 'auto'") for v in (2.0, "3", None, True)),
+        *(({"blocks": v}, "blocks") for v in (2.0, "3", None)),
+        *(({"candidates": v}, "candidates") for v in (2.0, "3", None)),
+        ({"block_size": 4, "candidates": 1.5}, "candidates"),
+        *(({"eos_token_id": v}, "eos_token_id") for v in (1.5, "a", -1, [[1], 2], [1.5], ["a"])),
+        *(({"seed": v}, "seed") for v in (1.5, "x", [1, 2])),
+        ({"do_sample": True, "temperature": 1e39}, "temperature .* float32"),
+        ({"pad_token_id": "a"}, "pad_token_id"),
+        ({"attention_mask": [[1, 1, 1]]}, "attention_mask"),
+        ({"streamer": print}, "streamer must have the methods put and end, got builtin_function_or_method"),
     ],
 )
 def test_errors_name_the_argument(decoder: JacobiDecoder, options: dict[str, Any], words: str) -> None:
@@ -177,11 +189,37 @@ def test_errors_name_the_argument(decoder: JacobiDecoder, options: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    "ids", [torch.zeros(0, 3, dtype=torch.int64), torch.zeros(1, 0, dtype=torch.int64), torch.ones(3)]
+    "ids",
+    [
+        torch.zeros(0, 3, dtype=torch.int64),
+        torch.zeros(1, 0, dtype=torch.int64),
+        torch.ones(3),
+        torch.ones(1, 3, dtype=torch.int64, device="meta"),
+    ],
 )
 def test_input_ids_are_checked(decoder: JacobiDecoder, ids: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="input_ids"):
         decoder.generate(ids)
+
+
+def test_a_seed_tensor_holds_one_per_row(decoder: JacobiDecoder) -> None:
+    ids, mask = prompt(4, 4)
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": True}
+    wanted = decoder.generate(ids, mask, seed=[3, 4], **options)
+    assert torch.equal(decoder.generate(ids, mask, seed=torch.tensor([3, 4]), **options), wanted)
+
+
+@pytest.mark.parametrize("block_size", [4, "auto"])
+def test_text_beyond_the_positions_is_warned_of(block_size: Any) -> None:
+    model_class, config_class, config = FAMILIES["llama"]
+    decoder = JacobiDecoder(build(model_class, config_class, **{**config, "max_position_embeddings": 16}))
+    ids, _ = prompt(8)
+    with pytest.warns(UserWarning, match="17 tokens, more than the model's max_position_embeddings 16") as caught:
+        decoder.generate(ids, max_new_tokens=9, block_size=block_size)
+    assert [w.filename for w in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decoder.generate(ids, max_new_tokens=8, block_size=block_size)
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB, 10**12])

@@ -45,6 +45,11 @@ def test_a_tiny_top_p_keeps_one_token() -> None:
     [
         ({"temperature": -1}, r"temperature must be a number >= 0 \(0 is greedy\), got -1"),
         ({"temperature": float("nan")}, "temperature must be"),
+        ({"temperature": 1e39}, r"temperature must be a number .* that float32 can hold, got 1e\+39"),
+        ({"temperature": [1.0, 10**400]}, r"temperature\[1\] must be a number .* that float32 can hold"),
+        ({"seed": 1.5}, "seed must be an integer, or a list with one per row, got 1.5"),
+        ({"seed": "x"}, "seed must be an integer, .* got 'x'"),
+        ({"seed": [1, 2.5]}, r"seed\[1\] must be an integer, got 2.5"),
         ({"temperature": "hot"}, "temperature must be"),
         ({"temperature": [1.0, -2.0]}, r"temperature\[1\] must be"),
         ({"temperature": [1.0]}, "temperature must be a number or hold one per row: expected 2, got 1"),

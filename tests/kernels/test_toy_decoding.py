@@ -272,16 +272,26 @@ def test_rejected_tails_and_losing_candidates_feed_the_pool() -> None:
         ({"prompts": []}, "prompts must hold at least one sequence"),
         ({"prompts": [[1], []]}, r"prompts\[1\] must hold at least one token"),
         ({"prompts": [[1, -4]]}, r"prompts\[0\] must hold token ids within 0\.\.2\*\*31 - 1, got -4"),
-        ({"max_new_tokens": -1}, "max_new_tokens must be at least 0, got -1"),
+        ({"max_new_tokens": -1}, "max_new_tokens must be an integer of at least 0 .*, got -1"),
         ({"max_new_tokens": [1, 2, 3]}, r"max_new_tokens must be one value or one per sequence \(1\), got 3"),
-        ({"block_size": 0}, "block_size and blocks must be at least 1 and candidates at least 0, got 0, 2 and 1"),
-        ({"candidates": -1}, "candidates at least 0, got 4, 2 and -1"),
-        ({"chain_capacity": 7}, r"chain_capacity must be at least blocks \* block_size = 8, got 7"),
-        ({"pool_rows": -1}, "pool_rows must be at least 0, got -1"),
+        ({"block_size": 0}, "block_size must be an integer of at least 1 .*, got 0"),
+        ({"block_size": 2.0}, "block_size must be an integer .*, got 2.0"),
+        ({"blocks": "2"}, "blocks must be an integer .*, got '2'"),
+        ({"candidates": -1}, "candidates must be an integer of at least 0 .*, got -1"),
+        ({"max_new_tokens": 2**31}, "max_new_tokens must be an integer of at least 0 and at most 2147483645"),
+        ({"block_size": 2**30}, "block_size must be an integer of at least 1 and at most 1048576"),
+        (
+            {"max_new_tokens": 9, "chain_capacity": 7},
+            r"chain_capacity must be at least blocks \* block_size = 8, got 7",
+        ),
+        ({"pool_rows": -1}, "pool_rows must be an integer of at least 0 .*, got -1"),
         ({"spawn_ratio": 1.1}, r"spawn_ratio must be within 0\.\.1, got 1\.1"),
         ({"stop_tokens": [-2]}, r"stop_tokens\[0\] must hold token ids"),
         ({"stop_tokens": [[1], [2]]}, r"one list per sequence \(1\), got 2 lists"),
-        ({"block_size": 2**30}, "do not fit into 31 bits"),
+        (
+            {"block_size": 2**20, "candidates": 2**20, "max_new_tokens": 2**20},
+            "do not fit into 31 bits",
+        ),
     ],
 )
 def test_allocate_refuses(change: dict[str, object], message: str) -> None:
@@ -295,6 +305,24 @@ def test_allocate_refuses(change: dict[str, object], message: str) -> None:
     options |= change
     with pytest.raises(ValueError, match=message):
         DecodeState.allocate(options.pop("prompts"), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("limits", [0, 1, 4, [2, 7]])
+@pytest.mark.parametrize(("block_size", "blocks"), [(2**18, 2), (3, 2**18), (2**20, 2**20), (1, 50)])
+def test_memory_follows_the_limits(limits: object, block_size: int, blocks: int) -> None:
+    most = max(limits) if isinstance(limits, list) else limits
+    prompts = [[3, 1], [2, 5, 2, 5]]
+    options: dict[str, object] = {"max_new_tokens": limits, "candidates": 3, "pool_rows": 4}
+    state = DecodeState.allocate(prompts, block_size=block_size, blocks=blocks, **options)  # type: ignore[arg-type]
+    assert state.block_size == min(block_size, most + 1)
+    assert state.blocks * state.block_size >= min(most, block_size * blocks)
+    assert state.rows_per_sequence <= 2 * (most + 1) + 3 * most + 4
+    assert state.pool.shape[2] <= 2 * (most + 1) + 9
+
+
+def test_a_huge_block_decodes_the_same() -> None:
+    found = decode([5, 7], by_position, 20, block_size=2**20, blocks=2**20, candidates=2)
+    assert found.state.generated(0) == [by_position([0] * n) for n in range(2, 22)]
 
 
 def test_allocate_sizes() -> None:

@@ -7,14 +7,12 @@ a fixed size save the most forwards; auto verifies, step by step, only as many g
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from jacobi_decoding.cli import CommandError, note
 from jacobi_decoding.cli import arguments as shared
+from jacobi_decoding.cli import note
+from jacobi_decoding.cli.output import check_writable, warnings_as_notes, write_json_atomically
 
 _AREA = "def area(width, height):\n    return width * height"
 PROMPTS = (
@@ -43,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    target = Path(args.json) if args.json else None
-    if target and not target.absolute().parent.is_dir():
-        raise CommandError(f"folder {str(target.absolute().parent)!r} does not exist; create it or change --json")
+    target = None if args.json is None else Path(args.json)
+    if target:
+        check_writable(target, "--json")
     shared.set_threads(args)
     note("loading the model")
     loaded = shared.load(args)
@@ -77,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     result = {"model": loaded.name, "tokens_per_forward": totals[0] / max(totals[1], 1), "prompts": rows}
     _print_table(prompts, result, args)
     if target:
-        _write(target, result)
+        write_json_atomically(target, result)
         note(f"results are in {target}")
     return 0 if all(row["identical"] for row in rows) else 1
 
@@ -88,9 +86,10 @@ def _decode(
     import torch
 
     ids = shared.prompt_ids(tokenizer, prompt, raw=False)
-    sequences, stats = decoder.generate(
-        torch.tensor([ids]), max_new_tokens=max_new_tokens, do_sample=False, return_stats=True, **blocks
-    )
+    with warnings_as_notes():
+        sequences, stats = decoder.generate(
+            torch.tensor([ids]), max_new_tokens=max_new_tokens, do_sample=False, return_stats=True, **blocks
+        )
     return sequences[0, len(ids) :].tolist(), stats.to_dict()
 
 
@@ -168,14 +167,3 @@ def _print_table(prompts: tuple[tuple[str, str], ...], result: dict[str, Any], a
         f"{sum(row['seconds_auto'] for row in rows):.2f}",
     )
     Console().print(table)
-
-
-def _write(path: Path, result: dict[str, Any]) -> None:
-    """Written beside its place and renamed, so that a reader never sees half a file."""
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.absolute().parent, prefix=f".{path.name}.", delete=False
-    ) as file:
-        json.dump(result, file, ensure_ascii=False, indent=1)
-        file.write("\n")
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)

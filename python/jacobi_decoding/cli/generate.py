@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jacobi_decoding.cli import CommandError, note
 from jacobi_decoding.cli import arguments as shared
+from jacobi_decoding.cli.output import warnings_as_notes
 
 if TYPE_CHECKING:
     from jacobi_decoding.loading import LoadedModel
@@ -107,16 +109,26 @@ def _check(args: argparse.Namespace) -> None:
 
 def _read_prompt(args: argparse.Namespace) -> str | None:
     """The prompt's text, or None for a conversation."""
-    if args.chat or args.prompt_file is None:
-        return None if args.chat else args.prompt
+    if args.chat:
+        return None
+    if args.prompt_file is None:
+        return _utf8("--prompt", lambda: args.prompt)
     if args.prompt_file == "-":
-        return sys.stdin.read()
+        return _utf8("standard input", sys.stdin.read)
     try:
-        return Path(args.prompt_file).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise CommandError(f"{args.prompt_file!r} is not UTF-8 text; convert it first") from None
+        return _utf8(repr(args.prompt_file), lambda: Path(args.prompt_file).read_text(encoding="utf-8"))
     except OSError as error:
         raise CommandError(f"cannot read {args.prompt_file!r}: {error.strerror}; check --prompt-file") from None
+
+
+def _utf8(source: str, read: Callable[[], str]) -> str:
+    """What ``read`` returns; CommandError for bytes that are not UTF-8, which Python may pass as surrogates."""
+    try:
+        text = read()
+        text.encode()
+    except UnicodeError:
+        raise CommandError(f"{source} is not UTF-8 text; convert it first") from None
+    return text
 
 
 def _generate(
@@ -129,21 +141,22 @@ def _generate(
     options: dict[str, Any] = {"eos_token_id": None} if args.ignore_eos else {}
     if stream:
         options["streamer"] = TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    sequences, stats = decoder.generate(
-        torch.tensor([ids]),
-        max_new_tokens=args.max_new_tokens,
-        block_size=args.block_size,
-        blocks=args.blocks,
-        candidates=args.candidates,
-        pool_from_prompt=args.pool_from_prompt,
-        do_sample=args.temperature > 0,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-        return_stats=True,
-        **options,
-    )
+    with warnings_as_notes():
+        sequences, stats = decoder.generate(
+            torch.tensor([ids]),
+            max_new_tokens=args.max_new_tokens,
+            block_size=args.block_size,
+            blocks=args.blocks,
+            candidates=args.candidates,
+            pool_from_prompt=args.pool_from_prompt,
+            do_sample=args.temperature > 0,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            seed=args.seed,
+            return_stats=True,
+            **options,
+        )
     return sequences[0, len(ids) :].tolist(), {"path": decoder.path, **stats.to_dict()}
 
 
@@ -158,7 +171,7 @@ def _chat(args: argparse.Namespace, loaded: LoadedModel, decoder: Any) -> None:
     while True:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
+        line = _utf8("standard input", sys.stdin.readline)
         if not line:
             return
         if not line.strip():

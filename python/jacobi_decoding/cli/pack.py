@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jacobi_decoding.cli import CommandError, note
 from jacobi_decoding.cli import arguments as shared
+from jacobi_decoding.cli.output import cannot_write, check_writable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,11 +23,16 @@ def run(args: argparse.Namespace) -> None:
     out = Path(args.out)
     if out.suffix != ".safetensors":
         raise CommandError(f"--out must end in .safetensors, got {args.out!r}")
-    if not out.absolute().parent.is_dir():
-        raise CommandError(f"folder {str(out.absolute().parent)!r} does not exist; create it or change --out")
+    check_writable(out, "--out")
     loaded = shared.load(args, need_tokenizer=False)
+    from safetensors import SafetensorError
+
     from jacobi_decoding.step_model import describe_step_model
     from jacobi_kernels.step_weights import save_step_weights
 
-    save_step_weights(describe_step_model(loaded.model).pack(), out)
+    weights = describe_step_model(loaded.model).pack()
+    try:
+        save_step_weights(weights, out)
+    except (OSError, SafetensorError) as error:
+        raise cannot_write(out, error, "--out") from None
     note(f"{loaded.name} in {args.dtype}: {out.stat().st_size / 1e6:.0f} MB in {out}")
