@@ -182,9 +182,9 @@ def decode(
             state.state,
             state.stop_tokens,
             workspace,
-            block_size=run.block_size,
-            blocks=run.blocks,
-            candidates=run.candidates,
+            block_size=state.block_size,
+            blocks=state.blocks,
+            candidates=state.candidates,
             page_table=table,
             **sampling,
         )
