@@ -13,6 +13,7 @@ alone while it runs.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -21,9 +22,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this file is run as a script
 
-from bench.tokens_per_forward import AR, progress, read_prompts, write
+from bench.tokens_per_forward import AR, progress, read_prompts
 from jacobi_decoding.cli import CommandError, Parser, fail, note
 from jacobi_decoding.cli import arguments as shared
+from jacobi_decoding.cli.output import check_writable, write_json_atomically
 
 METHODS = ("ar", "auto", "blocks", "transformers")
 
@@ -55,6 +57,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     prompts = [prompt for name in args.prompts for prompt in read_prompts(Path(name), args.limit, None)]
+    target = Path(args.json) if args.json else None
+    if target:
+        check_writable(target, "--json")
     shared.set_threads(args)
     note("loading the model")
     loaded = shared.load(args)
@@ -79,7 +84,9 @@ def run(args: argparse.Namespace) -> int:
     print(environment_line())
     result = {"model": loaded.name, "dtype": args.dtype, "environment": environment(), "methods": summary(rows)}
     print_table(result, len(rows))
-    write(Path(args.json) if args.json else None, result)
+    if target:
+        write_json_atomically(target, result)
+        note(f"results are in {target}")
     wrong = sum(row[m]["ids"] != row["ar"]["ids"] for row in rows for m in ("auto", "blocks"))
     if wrong:
         fail(f"{wrong} outputs of auto or blocks differ from ar's: report it as a defect")
@@ -147,4 +154,6 @@ def print_table(result: dict[str, Any], prompts: int) -> None:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sys.exit(main())

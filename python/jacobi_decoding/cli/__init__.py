@@ -33,9 +33,9 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    # Read when torch is imported, later: threads that wait spin for some 20 microseconds, then sleep. The default, some
+    # Read when torch is imported, later: threads that wait spin for a few microseconds, then sleep. The default, some
     # milliseconds, costs a time slice per wait as soon as anything else runs on the machine.
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     args = make_parser().parse_args(argv)
     try:
         return args.run(args) or 0
