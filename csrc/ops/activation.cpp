@@ -1,6 +1,7 @@
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
 #include "ops/checks.h"
+#include "ops/dtype.h"
 
 namespace jacobi::ops {
 namespace {
@@ -24,7 +25,7 @@ Tensor activation(const Tensor& x_in, std::string kind) {
   const cpu::Activation which = kind_of(kind);
   const Tensor x = x_in.is_contiguous() ? x_in : torch::stable::contiguous(x_in);
   Tensor y = torch::stable::empty_like(x);
-  const auto type = x.scalar_type() == ScalarType::Float ? cpu::DType::f32 : cpu::DType::bf16;
+  const cpu::DType type = kernel_dtype(x);
   const int64_t width = cpu::size_of(type);
   const char* from = static_cast<const char*>(x.const_data_ptr());
   char* to = static_cast<char*>(y.mutable_data_ptr());

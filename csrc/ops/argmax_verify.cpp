@@ -1,5 +1,6 @@
 #include "cpu/predict.h"
 #include "ops/checks.h"
+#include "ops/dtype.h"
 #include "ops/sampling_checks.h"
 #include "ops/scratch.h"
 
@@ -7,10 +8,6 @@ namespace jacobi::ops {
 namespace {
 
 constexpr const char* kOp = "argmax_verify";
-
-cpu::DType dtype_of(const Tensor& t) {
-  return t.scalar_type() == ScalarType::Float ? cpu::DType::f32 : cpu::DType::bf16;
-}
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> argmax_verify(
     const Tensor& hidden, const Tensor& lm_head, std::optional<Tensor> bias, int64_t vocab_size, const Tensor& tokens,
@@ -54,9 +51,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> argmax_verify(
   Tensor num_accepted = torch::stable::new_empty(tokens, {layout.batch});
   Tensor fixed_point = torch::stable::new_empty(tokens, {layout.batch}, ScalarType::Bool);
   const cpu::Head head{lm_head.const_data_ptr(),
-                       dtype_of(lm_head),
+                       kernel_dtype(lm_head),
                        bias.has_value() ? bias->const_data_ptr() : nullptr,
-                       bias.has_value() ? dtype_of(*bias) : cpu::DType::f32,
+                       bias.has_value() ? kernel_dtype(*bias) : cpu::DType::f32,
                        vocab_size,
                        width,
                        static_cast<float>(logit_scale),
@@ -64,7 +61,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> argmax_verify(
   with_arena([&](cpu::Arena& arena) {
     cpu::VerifyArgs args{};
     args.hidden = hidden.const_data_ptr();
-    args.hidden_type = dtype_of(hidden);
+    args.hidden_type = kernel_dtype(hidden);
     args.layout = layout;
     args.tokens = int32_data(tokens);
     args.num_final = num_final.has_value() ? int32_data(*num_final) : nullptr;

@@ -6,6 +6,7 @@
 
 #include "cpu/kernels.h"
 #include "ops/checks.h"
+#include "ops/dtype.h"
 
 namespace jacobi::ops {
 
@@ -16,10 +17,6 @@ struct AttentionOptions {
   int64_t window_size;
   double softcap;
 };
-
-inline cpu::DType attention_dtype(const Tensor& t) {
-  return t.scalar_type() == ScalarType::Float ? cpu::DType::f32 : cpu::DType::bf16;
-}
 
 // A CPU tensor of q's dtype and the given shape, its last two dimensions dense.
 inline void check_like_query(const Tensor& t, const Tensor& q, const char* op, const char* name, const char* words,
@@ -54,7 +51,7 @@ inline cpu::AttentionArgs checked_attention(const char* op, const Tensor& q, con
 
   cpu::AttentionArgs args{};
   args.q = q.const_data_ptr();
-  args.q_type = args.out_type = args.kv_type = attention_dtype(q);
+  args.q_type = args.out_type = args.kv_type = kernel_dtype(q);
   args.q_stride = q.stride(0);
   args.out_stride = heads * head_dim;
   args.kv_head_stride = head_dim;

@@ -2,6 +2,7 @@
 #include "cpu/step.h"
 #include "ops/checks.h"
 #include "ops/decode_state.h"
+#include "ops/dtype.h"
 #include "ops/sampling_checks.h"
 
 namespace jacobi::ops {
@@ -48,7 +49,7 @@ cpu::StepCache checked_cache(const cpu::StepModel& m, const Tensor& k_cache, con
   cpu::StepCache cache{};
   cache.k = k_cache.mutable_data_ptr();
   cache.v = v_cache.mutable_data_ptr();
-  cache.type = k_cache.scalar_type() == ScalarType::Float ? cpu::DType::f32 : cpu::DType::bf16;
+  cache.type = kernel_dtype(k_cache);
   cache.layer_stride = k_cache.stride(0);
   cache.slab_stride = k_cache.stride(1);
   cache.row_stride = k_cache.stride(2);

@@ -1,16 +1,13 @@
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
 #include "ops/checks.h"
+#include "ops/dtype.h"
 #include "ops/scratch.h"
 
 namespace jacobi::ops {
 namespace {
 
 constexpr const char* kOp = "packed_linear";
-
-cpu::DType dtype_of(const Tensor& t) {
-  return t.scalar_type() == ScalarType::Float ? cpu::DType::f32 : cpu::DType::bf16;
-}
 
 Tensor packed_linear(const Tensor& x_in, const Tensor& weight, std::optional<Tensor> bias, int64_t out_features) {
   check_cpu(x_in, kOp, "x");
@@ -37,7 +34,7 @@ Tensor packed_linear(const Tensor& x_in, const Tensor& weight, std::optional<Ten
   if (rows == 0 || out_features == 0) return y;
 
   const float* input = static_cast<const float*>(x.const_data_ptr());
-  if (dtype_of(x) == cpu::DType::bf16) {
+  if (kernel_dtype(x) == cpu::DType::bf16) {
     float* wide = static_cast<float*>(scratch(rows * k * sizeof(float)));
     cpu::kernels().widen(x.const_data_ptr(), cpu::DType::bf16, wide, rows * k);
     input = wide;
@@ -48,11 +45,11 @@ Tensor packed_linear(const Tensor& x_in, const Tensor& weight, std::optional<Ten
                              k,
                              out_features,
                              weight.const_data_ptr(),
-                             dtype_of(weight),
+                             kernel_dtype(weight),
                              bias.has_value() ? bias->const_data_ptr() : nullptr,
-                             bias.has_value() ? dtype_of(*bias) : cpu::DType::f32,
+                             bias.has_value() ? kernel_dtype(*bias) : cpu::DType::f32,
                              y.mutable_data_ptr(),
-                             dtype_of(y),
+                             kernel_dtype(y),
                              out_features};
   const int64_t grain = 1 + 32768 / (16 * k + 1);
   cpu::parallel_for((out_features + 15) / 16, grain,
