@@ -139,7 +139,7 @@ def print_table(result: dict[str, Any], prompts: int) -> None:
     from rich.table import Table
 
     table = Table(title=f"{result['model']}, {result['dtype']}, {prompts} prompts")
-    for name in ("", "tokens/s", "tokens/forward", "speed against ar", "quartiles", "same tokens"):
+    for name in ("", "tokens/s", "tokens/fwd", "against ar", "quartiles", "same"):
         table.add_column(name, justify="right" if name else "left")
     for method, row in result["methods"].items():
         table.add_row(
@@ -147,8 +147,8 @@ def print_table(result: dict[str, Any], prompts: int) -> None:
             f"{row['tokens_per_second']:.1f}",
             f"{row['tokens_per_forward']:.2f}",
             f"{row['speed_against_ar']:.2f}",
-            f"{row['first_quartile']:.2f} to {row['third_quartile']:.2f}",
-            f"{row['identical']} of {prompts}",
+            f"{row['first_quartile']:.2f}..{row['third_quartile']:.2f}",
+            f"{row['identical']}/{prompts}",
         )
     Console().print(table)
 

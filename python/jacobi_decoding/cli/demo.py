@@ -129,17 +129,8 @@ def _print_table(prompts: tuple[tuple[str, str], ...], result: dict[str, Any], a
         title=f"{result['model']}, {args.dtype}: token by token against blocks of {args.block_size}, "
         f"up to {args.blocks} open, {args.candidates} candidates; and auto"
     )
-    for name in (
-        "",
-        "same tokens",
-        "tokens",
-        "forwards",
-        "tokens per forward",
-        "same, auto",
-        "seconds, one by one",
-        "seconds, blocks",
-        "seconds, auto",
-    ):
+    counts = ("same\ntokens", "tokens", "fwds", "tokens/\nfwd", "tokens/\nfwd, auto")
+    for name in ("", *counts, "s, one\nby one", "s,\nblocks", "s,\nauto"):
         table.add_column(name, justify="right" if name else "left")
     for (kind, _), row in zip(prompts, result["prompts"], strict=True):
         table.add_row(
