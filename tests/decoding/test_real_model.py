@@ -10,6 +10,7 @@ import torch
 from jacobi_decoding import JacobiDecoder
 
 NEW_TOKENS = 32
+BLOCKS: dict[str, Any] = {"block_size": 16, "blocks": 2, "candidates": 4}
 TIE = 1e-3  # two best logits closer than this are decided by rounding
 
 
@@ -38,7 +39,7 @@ def test_greedy_equals_transformers(smollm2: Any, prompts: list[dict[str, Any]],
         for entry in prompts:
             ids = prompt_ids(tokenizer, entry["prompt"])
             theirs = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
-            ours, stats = decoder.generate(ids, max_new_tokens=NEW_TOKENS, return_stats=True)
+            ours, stats = decoder.generate(ids, max_new_tokens=NEW_TOKENS, return_stats=True, **BLOCKS)
             tokens, forwards = tokens + stats.decode_tokens, forwards + stats.decode_forwards
             if not torch.equal(ours, theirs):
                 assert gap_at_first_difference(model, ours, theirs) < TIE, entry["id"]
@@ -79,6 +80,6 @@ def test_a_long_text_crosses_many_tiles(smollm2: Any) -> None:
     assert ids.shape[1] > 600
     decoder = JacobiDecoder(smollm2.model)
     one_by_one = decoder.generate(ids, max_new_tokens=48, block_size=1, blocks=1, candidates=0)
-    blocked, stats = decoder.generate(ids, max_new_tokens=48, return_stats=True)
+    blocked, stats = decoder.generate(ids, max_new_tokens=48, return_stats=True, **BLOCKS)
     assert torch.equal(blocked, one_by_one)
     assert stats.tokens_per_forward > 4, "a repeated sentence is in the pool"
