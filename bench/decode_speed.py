@@ -102,7 +102,8 @@ def decode(decoder: Any, ids: list[int], max_new_tokens: int, options: dict[str,
     )
     seconds = time.perf_counter() - start
     new = sequences[0, len(ids) :].tolist()
-    return {"ids": new, "seconds": seconds, "tokens": stats.decode_tokens, "forwards": stats.decode_forwards}
+    counts = {"tokens": stats.decode_tokens, "forwards": stats.decode_forwards, "rows": stats.positions - len(ids)}
+    return {"ids": new, "seconds": seconds, **counts}
 
 
 def decode_by_transformers(model: Any, ids: list[int], max_new_tokens: int) -> dict[str, Any]:
@@ -113,7 +114,8 @@ def decode_by_transformers(model: Any, ids: list[int], max_new_tokens: int) -> d
     output = model.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=max_new_tokens, do_sample=False)
     seconds = time.perf_counter() - start
     new = output[0, len(ids) :].tolist()
-    return {"ids": new, "seconds": seconds, "tokens": len(new) - 1, "forwards": len(new) - 1}
+    steps = len(new) - 1
+    return {"ids": new, "seconds": seconds, "tokens": steps, "forwards": steps, "rows": steps}
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -125,7 +127,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
         seconds = sum(row[method]["seconds"] for row in rows)
         table[method] = {
             "tokens_per_second": sum(len(row[method]["ids"]) for row in rows) / seconds,
-            "tokens_per_forward": sum(r[method]["tokens"] for r in rows) / sum(r[method]["forwards"] for r in rows),
+            "tokens_per_forward": total("tokens", method, rows) / total("forwards", method, rows),
+            "rows_per_forward": total("rows", method, rows) / total("forwards", method, rows),
             "speed_against_ar": middle,
             "first_quartile": low,
             "third_quartile": high,
@@ -134,18 +137,23 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return table
 
 
+def total(count: str, method: str, rows: list[dict[str, Any]]) -> int:
+    return sum(row[method][count] for row in rows)
+
+
 def print_table(result: dict[str, Any], prompts: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"{result['model']}, {result['dtype']}, {prompts} prompts")
-    for name in ("", "tokens/s", "tokens/fwd", "against ar", "quartiles", "same"):
+    for name in ("", "tokens/s", "tokens/fwd", "rows/fwd", "against ar", "quartiles", "same"):
         table.add_column(name, justify="right" if name else "left")
     for method, row in result["methods"].items():
         table.add_row(
             method,
             f"{row['tokens_per_second']:.1f}",
             f"{row['tokens_per_forward']:.2f}",
+            f"{row['rows_per_forward']:.1f}",
             f"{row['speed_against_ar']:.2f}",
             f"{row['first_quartile']:.2f}..{row['third_quartile']:.2f}",
             f"{row['identical']}/{prompts}",
