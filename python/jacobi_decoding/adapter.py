@@ -37,7 +37,7 @@ def adapt(model: Any) -> ModelAdapter:
     model: a transformers causal language model, or a peft model with LoRA adapters on one. Raises
     UnsupportedModelError (a ValueError, one line) for what cannot be decoded exactly.
     """
-    base = _base_model(model)
+    base = base_model(model)
     with _ADAPTERS_LOCK:
         adapter = _ADAPTERS.get(base)
         if adapter is None:
@@ -46,7 +46,7 @@ def adapt(model: Any) -> ModelAdapter:
     return adapter
 
 
-def _base_model(model: Any) -> PreTrainedModel:
+def base_model(model: Any) -> PreTrainedModel:
     """The transformers model below peft's wrapper, which only dispatches for adapters that live in the layers."""
     configs = getattr(model, "peft_config", None)
     if configs and hasattr(model, "get_base_model"):
@@ -190,7 +190,7 @@ class ModelAdapter:
         self._depth += 1
         try:
             with swapped(decoder, self.packed):
-                _set_attention(decoder)
+                set_attention(decoder, attention_hook.NAME)
                 with torch.no_grad():
                     yield
         finally:
@@ -216,9 +216,8 @@ def _attention_settings(model: PreTrainedModel) -> list[tuple[Any, Any]]:
     return list(found.values())
 
 
-def _set_attention(decoder: PreTrainedModel) -> None:
-    decoder.set_attn_implementation(attention_hook.NAME)
-    if decoder.config._attn_implementation != attention_hook.NAME:
-        raise UnsupportedModelError(
-            type(decoder).__name__, "it does not use transformers' AttentionInterface", "decode with model.generate"
-        )
+def set_attention(decoder: PreTrainedModel, name: str, remedy: str = "decode with model.generate") -> None:
+    """Make ``decoder`` call the attention function registered as ``name``; UnsupportedModelError when it would not."""
+    decoder.set_attn_implementation(name)
+    if decoder.config._attn_implementation != name:
+        raise UnsupportedModelError(type(decoder).__name__, "it does not use transformers' AttentionInterface", remedy)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -174,13 +174,9 @@ def attention_forward(
     ``sliding_window`` is not read: kernels that build no mask need it, but what the model means is its mask, and the
     probe took the window from there.
     """
-    for name, given in kwargs.items():
-        if given is not None and given is not False and name not in _INERT:
-            raise _unsupported(module, _REASONS.get(name, f"the attention argument {name!r} is unknown"))
+    refuse_arguments(module, kwargs, is_causal)
     if dropout:
         raise UnsupportedModelError(type(module).__name__, "attention dropout is active", "call model.eval() first")
-    if is_causal is False:
-        raise _unsupported(module, "attention is not causal")
     reference = _OWNERS.get(module)
     hook = reference() if reference is not None else None
     if hook is None:
@@ -189,6 +185,18 @@ def attention_forward(
         module, _rows(query), _rows(key), _rows(value), attention_mask, scaling, float(softcap) if softcap else 0.0
     )
     return out.unsqueeze(0), None
+
+
+def refuse_arguments(
+    module: nn.Module, arguments: Mapping[str, Any], is_causal: bool | None, remedy: str = _REMEDY
+) -> None:
+    """Raise UnsupportedModelError when ``arguments``, those that no kernel of ours takes, would change the result."""
+    for name, given in arguments.items():
+        if given is not None and given is not False and name not in _INERT:
+            why = _REASONS.get(name, f"the attention argument {name!r} is unknown")
+            raise UnsupportedModelError(type(module).__name__, why, remedy)
+    if is_causal is False:
+        raise UnsupportedModelError(type(module).__name__, "attention is not causal", remedy)
 
 
 def mask_function(*args: Any, **kwargs: Any) -> Tensor | None:

@@ -69,18 +69,26 @@ def fit_head(model: Any, packed: PackedWeights, hidden: Tensor, own_logits: Tens
             "decode with model.generate",
         )
     product = torch.ops.jacobi.packed_linear.default(hidden.float(), head.weight, head.bias, head.out_features)
+    return match_transform(model, product, own_logits, TOLERANCE[hidden.dtype])
+
+
+def match_transform(model: Any, product: Tensor, own_logits: Tensor, tolerance: float) -> HeadTransform:
+    """Which candidate turns ``product`` [T, V], the head's linear layer, into the model's own logits [T, V].
+
+    Raises UnsupportedModelError when none is closer than ``tolerance``, a share of the logits' root mean square.
+    """
     own = own_logits.float()
     size = own.square().mean().sqrt().clamp(min=1e-30)
     errors = {}
     for candidate in _candidates(model.config):
         error = float((candidate.apply(product) - own).square().mean().sqrt() / size)
-        if error <= TOLERANCE[hidden.dtype]:
+        if error <= tolerance:
             return candidate
         errors[candidate] = error
     raise UnsupportedModelError(
         type(model).__name__,
         f"its logits differ from ours by {min(errors.values()):.1e} of their size (at most "
-        f"{TOLERANCE[hidden.dtype]:.0e} expected), so it computes something we do not know",
+        f"{tolerance:.0e} expected), so it computes something we do not know",
         "decode with model.generate",
     )
 
