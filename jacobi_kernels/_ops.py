@@ -29,6 +29,11 @@ SCHEMAS = {
         f"(Tensor q, Tensor k, Tensor v, {_LAYOUT}, *, float? softmax_scale=None, int window_size=-1, "
         "float softcap=0.0) -> (Tensor out, Tensor softmax_lse)"
     ),
+    "multi_block_attention_backward": (
+        f"(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, {_LAYOUT}, *, "
+        "Tensor? grad_softmax_lse=None, float? softmax_scale=None, int window_size=-1, float softcap=0.0) -> "
+        "(Tensor dq, Tensor dk, Tensor dv)"
+    ),
     "multi_block_attention_with_kvcache": (
         "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, "
         f"{_LAYOUT}, *, Tensor? page_table=None, float? softmax_scale=None, int window_size=-1, "
@@ -68,8 +73,11 @@ for _name, _schema in SCHEMAS.items():
     lib.define(_name + _schema, tags=(torch.Tag.needs_exact_strides,))
 
 
+DIFFERENTIABLE = ("multi_block_attention",)
+
+
 def _refuse_grad(name: str) -> None:
-    """No op here has a backward: say so instead of returning results cut off from the graph."""
+    """An op without a backward says so instead of returning results cut off from the graph."""
     op = getattr(torch.ops.jacobi, name).default
     names = [a.name for a in op._schema.arguments]
 
@@ -85,7 +93,7 @@ def _refuse_grad(name: str) -> None:
 
 
 for _name in SCHEMAS:
-    if not _name.startswith("_"):
+    if not _name.startswith("_") and _name not in DIFFERENTIABLE:
         _refuse_grad(_name)
 
 
@@ -196,6 +204,60 @@ def _(
     _qkv("multi_block_attention", q, k, v)
     _layout("multi_block_attention", cu_seqlens_q, segments, cu_segments)
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+@_fake("multi_block_attention_backward")
+def _(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    cu_seqlens_q: Tensor,
+    segments: Tensor,
+    cu_segments: Tensor,
+    *,
+    grad_softmax_lse: Tensor | None = None,
+    softmax_scale: float | None = None,
+    window_size: int = -1,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    op = "multi_block_attention_backward"
+    _qkv(op, q, k, v)
+    _layout(op, cu_seqlens_q, segments, cu_segments)
+    for arg, t in (("grad_out", grad_out), ("out", out)):
+        _dtype(op, arg, t, q.dtype)
+        _shape(op, arg, t, "[T, num_heads, head_dim]", tuple(q.shape))
+    for arg, lse in (("softmax_lse", softmax_lse), ("grad_softmax_lse", grad_softmax_lse)):
+        if lse is not None:
+            _dtype(op, arg, lse, torch.float32)
+            _shape(op, arg, lse, "[num_heads, T]", (q.shape[1], q.shape[0]))
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep_for_attention_backward(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]
+) -> None:
+    ctx.save_for_backward(*inputs, *output)
+    ctx.options = keyword_only_inputs
+    ctx.set_materialize_grads(False)
+
+
+def _attention_backward(ctx: Any, grad_out: Tensor | None, grad_softmax_lse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, *layout, out, softmax_lse = ctx.saved_tensors
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
+    if grad_softmax_lse is not None:
+        grad_softmax_lse = grad_softmax_lse.contiguous()
+    gradients = torch.ops.jacobi.multi_block_attention_backward.default(
+        grad_out, q, k, v, out, softmax_lse, *layout, grad_softmax_lse=grad_softmax_lse, **ctx.options
+    )
+    return (*gradients, None, None, None)
+
+
+torch.library.register_autograd(
+    "jacobi::multi_block_attention", _attention_backward, setup_context=_keep_for_attention_backward, lib=lib
+)
 
 
 @_fake("multi_block_attention_with_kvcache")

@@ -16,8 +16,8 @@ its own segment up to itself. Its position is the number of tokens on its path, 
 segment are holes: they cost nothing.
 
 Every op raises RuntimeError, before anything is written, when an argument has a wrong shape, dtype, device, stride or
-value; the message names the op, the argument, what it got and what it expected. No op has a backward: with gradients
-enabled an input that requires grad is refused.
+value; the message names the op, the argument, what it got and what it expected. ``multi_block_attention`` works under
+autograd; with gradients enabled every other op refuses an input that requires grad.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ __all__ = [
     "argmax_verify",
     "commit",
     "multi_block_attention",
+    "multi_block_attention_backward",
     "multi_block_attention_with_kvcache",
     "multi_block_step",
     "packed_linear",
@@ -101,7 +102,8 @@ def multi_block_attention(
     """Attention of every query row over its path, without a cache (L = 0).
 
     Online softmax over tiles of 64 path positions in ascending order, float32 accumulation; a row's result depends on
-    its path alone.
+    its path alone. Under autograd both results have gradients to q, k and v, once:
+    :func:`multi_block_attention_backward` itself has no backward.
 
     Parameters
     ----------
@@ -132,6 +134,61 @@ def multi_block_attention(
         cu_seqlens_q,
         segments,
         cu_segments,
+        softmax_scale=softmax_scale,
+        window_size=window_size,
+        softcap=softcap,
+    )
+
+
+def multi_block_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    cu_seqlens_q: Tensor,
+    segments: Tensor,
+    cu_segments: Tensor,
+    *,
+    grad_softmax_lse: Tensor | None = None,
+    softmax_scale: float | None = None,
+    window_size: int = -1,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of :func:`multi_block_attention`, as autograd asks for them.
+
+    Scores are recomputed from ``softmax_lse``; float32 accumulation in a fixed order, so the bits do not depend on the
+    number of threads. Threads share work by sequence and key/value head. Memory is that of the rows: about five rows of
+    ``k`` in float32 per row of a sequence and thread (segments are padded to a multiple of 16 rows).
+
+    Parameters
+    ----------
+    grad_out : Tensor
+        ``[T, H, D]`` in ``q``'s dtype, the gradient of ``out``; not read in holes.
+    q, k, v, cu_seqlens_q, segments, cu_segments, softmax_scale, window_size, softcap
+        What the forward got.
+    out, softmax_lse : Tensor
+        What the forward returned.
+    grad_softmax_lse : Tensor, optional
+        ``[H, T]`` float32, the gradient of ``softmax_lse``; not read in holes.
+
+    Returns
+    -------
+    dq, dk, dv : Tensor
+        Shapes and dtype of ``q``, ``k``, ``v``, contiguous; 0 in holes.
+    """
+    return _jacobi.multi_block_attention_backward.default(
+        grad_out,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        cu_seqlens_q,
+        segments,
+        cu_segments,
+        grad_softmax_lse=grad_softmax_lse,
         softmax_scale=softmax_scale,
         window_size=window_size,
         softcap=softcap,

@@ -122,6 +122,45 @@ def multi_block_attention(
     return out, lse
 
 
+def multi_block_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    cu_seqlens_q: Tensor,
+    segments: Tensor,
+    cu_segments: Tensor,
+    *,
+    grad_softmax_lse: Tensor | None = None,
+    softmax_scale: float | None = None,
+    window_size: int = -1,
+    softcap: float = 0.0,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What autograd gives for :func:`multi_block_attention`; ``out`` and ``softmax_lse`` are computed anew."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return multi_block_attention(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            segments,
+            cu_segments,
+            softmax_scale=softmax_scale,
+            window_size=window_size,
+            softcap=softcap,
+            dtype=dtype,
+        )
+
+    if grad_softmax_lse is None:
+        grad_softmax_lse = torch.zeros_like(softmax_lse)
+    pull_back = torch.func.vjp(forward, q.to(dtype), k.to(dtype), v.to(dtype))[1]
+    return pull_back((grad_out.to(dtype), grad_softmax_lse.to(dtype)))
+
+
 def cache_slots(rows: list[int], b: int, page_size: int, page_table: Tensor | None) -> tuple[Tensor, Tensor]:
     """Index of cache rows of sequence b in the cache's first two dimensions."""
     index = torch.tensor(rows, dtype=torch.int64)

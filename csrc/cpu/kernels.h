@@ -105,6 +105,17 @@ struct AttentionArgs {
   int32_t* pending;  // [unit_count] spans still to come
 };
 
+// The gradients of multi_block_attention; attention_backward.h tells the formula.
+struct AttentionBackwardArgs {
+  AttentionArgs forward;       // out and lse are read; its strides of k and v are not used
+  int64_t k_stride, v_stride;  // row strides; heads dense
+  const void* grad_out;        // of out_type, row stride grad_out_stride, heads dense
+  int64_t grad_out_stride;
+  const float* grad_lse;             // [heads, rows] or null
+  void *dq, *dk, *dv;                // [rows, heads or kv_heads, head_dim] of q_type, contiguous
+  int64_t max_panels, max_segments;  // of a sequence; a segment of n rows has ceil(n / 16) panels
+};
+
 struct Kernels {
   const char* name;
   // panels [begin, end) of y = x W^T + bias
@@ -128,6 +139,9 @@ struct Kernels {
   // bytes of scratch per thread, and items [begin, end) of attention; called by run_attention
   int64_t (*attention_scratch)(const AttentionArgs&);
   void (*attention)(const AttentionArgs&, void* scratch, int64_t begin, int64_t end);
+  // bytes of scratch per thread, and units [begin, end) of batch * kv_heads
+  int64_t (*attention_backward_scratch)(const AttentionBackwardArgs&);
+  void (*attention_backward)(const AttentionBackwardArgs&, void* scratch, int64_t begin, int64_t end);
 };
 
 inline void head_init(HeadBest* best, int64_t rows) {
