@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any
 
@@ -59,13 +59,8 @@ class Batch:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """The same batch with its tensors on ``device``."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Batch(
-            **{
-                name: value.to(device, non_blocking=non_blocking) if isinstance(value, Tensor) else value
-                for name, value in values.items()
-            }
-        )
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.type == "Tensor"}
+        return replace(self, **{name: t.to(device, non_blocking=non_blocking) for name, t in tensors.items()})
 
 
 def make_batch(samples: Sequence[Mapping[str, Any]]) -> Batch:

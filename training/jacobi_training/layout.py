@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-CONTEXTS = ("window", "all", "clean")
+from jacobi_training.pack_config import CONTEXTS
 
 
 @dataclass(frozen=True)
