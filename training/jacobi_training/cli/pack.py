@@ -7,6 +7,10 @@ run. The table shows, per noise ratio, how many blocks wanted it and how many go
 from __future__ import annotations
 
 import argparse
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +24,7 @@ from jacobi_training.pack_config import CONTEXTS, MODES, PackConfig
 if TYPE_CHECKING:
     from jacobi_training.packing import Histogram, PackReport
 
+SECONDS_BETWEEN_LINES = 15.0
 RATIO = shared.number(0, 1)
 
 
@@ -37,15 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_pack_arguments(parser)
 
 
-def add_pack_arguments(parser: argparse.ArgumentParser, *, seed: bool = True) -> None:
+def add_pack_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
     """The settings of packing, for this stage and for a run of all stages; :func:`config_from_args` reads them.
 
-    seed: add --seed, unless the parser has one already.
+    without: fields of PackConfig that the parser has already, or that are to keep their default.
     """
     defaults = asdict(PackConfig())
     group = parser.add_argument_group("packing")
 
     def add(name: str, text: str, **options: Any) -> None:
+        if name in without:
+            return
         shown = "" if defaults[name] is None else " (default: %(default)s)"
         group.add_argument("--" + name.replace("_", "-"), default=defaults[name], help=text + shown, **options)
 
@@ -64,13 +71,13 @@ def add_pack_arguments(parser: argparse.ArgumentParser, *, seed: bool = True) ->
     add("ceiling_share", "share of the run over which it moves", type=shared.number(0, 1, above=True), metavar="S")
     add("epochs", "times that every sample is packed", type=shared.integer(1), metavar="N")
     add("max_length", "most rows of a sample; longer answers are cut", type=shared.integer(1), metavar="N")
-    if seed:
-        add("seed", "of the order and of random states", type=shared.integer(0), metavar="N")
+    add("seed", "of the order and of random states", type=shared.integer(0), metavar="N")
 
 
 def config_from_args(args: argparse.Namespace) -> PackConfig:
-    """The settings that the options name."""
-    return PackConfig(**{f.name: getattr(args, f.name) for f in fields(PackConfig)})
+    """The settings that the options name; a field without an option keeps its default."""
+    given = vars(args)
+    return PackConfig(**{f.name: given[f.name] for f in fields(PackConfig) if f.name in given})
 
 
 def run(args: argparse.Namespace) -> None:
@@ -82,13 +89,34 @@ def run(args: argparse.Namespace) -> None:
             check_writable(Path(getattr(args, option)), f"--{option}")
     from jacobi_training.packing import write_packed
 
-    report = write_packed(args.trajectories, args.out, config)
+    with progress_bar() as progress:
+        report = write_packed(args.trajectories, args.out, config, progress=progress)
     print_report(report)
     if args.json:
         write_json_atomically(Path(args.json), asdict(report))
     if args.plot:
         plot_histogram(report.histogram, Path(args.plot))
     note(f"packed samples are in {args.out}")
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[int, int], None]]:
+    """A callback (records behind, all records): a bar on a terminal, otherwise a line now and then."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    shown = time.monotonic()
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
+        task = bar.add_task("packing")
+
+        def progress(behind: int, total: int) -> None:
+            nonlocal shown
+            bar.update(task, completed=behind, total=total)
+            if bar.disable and time.monotonic() - shown > SECONDS_BETWEEN_LINES:
+                shown = time.monotonic()
+                note(f"packing: {behind} of {total} samples")
+
+        yield progress
 
 
 def print_report(report: PackReport) -> None:
