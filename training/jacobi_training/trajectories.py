@@ -12,9 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -26,54 +24,26 @@ from jacobi_decoding.batching import end_row, stop_lists
 from jacobi_decoding.engine import choose_engine
 from jacobi_decoding.sampling import SamplingParams
 from jacobi_kernels.checks import whole_number
-from jacobi_kernels.state import MAX_DRAFT_OPTION, MAX_TOKEN, DecodeState, StateColumn
+from jacobi_kernels.state import MAX_TOKEN, DecodeState, StateColumn
+from jacobi_training.answers import Answer, Guesser
 from jacobi_training.prompts import Prompt, unique_prompts
 from jacobi_training.shards import Record, ShardWriter, read_shard, shard_name
+from jacobi_training.trajectory_config import TrajectoryConfig
+
+__all__ = [
+    "Summary",
+    "TrajectoryConfig",
+    "generate_trajectories",
+    "iterations",
+    "model_fingerprint",
+    "stop_tokens",
+    "write_trajectories",
+]
 
 KIND = "trajectories"
-INITS = ("vocabulary", "prompt", "last", "mixed")
-REPEATED_NGRAM = 10
 PREFILL_ROWS = 64  # most prompt tokens of one sequence in one forward
 # Called after every step with (prompts finished, answer tokens so far, prompts in all).
 Progress = Callable[[int, int, int], None]
-
-
-@dataclass(frozen=True)
-class TrajectoryConfig:
-    """How trajectories are made. ValueError names what is out of range.
-
-    block_size: n. max_new_tokens: longest answer. init: where the guesses of a block come from: 'vocabulary' (uniform,
-    special tokens apart), 'prompt' (random tokens of the prompt), 'last' (the last final token repeated, as the decoder
-    fills its chain) or 'mixed' (one of these for each block, at random).
-    seed: of the guesses; each prompt has its own stream by its index. limit: number of distinct prompts to take.
-    repeats: an answer ends when the same 10 tokens stand in it for the ``repeats``-th time; 0: never.
-    stop_tokens: ids that end an answer; None: those of the model's generation config, else the tokenizer's.
-    shard_size: prompts of one shard. batch_size: sequences that run side by side; it changes speed, never records.
-    """
-
-    block_size: int = 16
-    max_new_tokens: int = 256
-    init: str = "mixed"
-    seed: int = 0
-    limit: int | None = None
-    repeats: int = 2
-    stop_tokens: tuple[int, ...] | None = None
-    shard_size: int = 256
-    batch_size: int = 32
-
-    def __post_init__(self) -> None:
-        whole_number("block_size", self.block_size, 2, MAX_DRAFT_OPTION)
-        whole_number("max_new_tokens", self.max_new_tokens, 1, MAX_DRAFT_OPTION)
-        whole_number("seed", self.seed, -(2**63), 2**63 - 1)
-        whole_number("repeats", self.repeats, 0, MAX_TOKEN)
-        whole_number("shard_size", self.shard_size, 1, MAX_TOKEN)
-        whole_number("batch_size", self.batch_size, 1, MAX_TOKEN)
-        if self.limit is not None:
-            whole_number("limit", self.limit, 1, MAX_TOKEN)
-        if self.init not in INITS:
-            raise ValueError(f"init must be one of {', '.join(INITS)}, got {self.init!r}")
-        if self.repeats == 1:
-            raise ValueError("repeats must be 0 (never) or at least 2, got 1")
 
 
 @dataclass
@@ -144,11 +114,11 @@ def generate_trajectories(
     longest = max(len(p.ids) for p in prompts)
     engine.check_length(longest + config.max_new_tokens)
     stops = stop_tokens(model, tokenizer, config)
-    guesser = _Guesser(config, engine.vocab_size, special_tokens(tokenizer, stops), tokenizer)
+    guesser = Guesser(config, engine.vocab_size, special_tokens(tokenizer, stops), tokenizer)
     batch = _Batch(engine, config, stops, min(config.batch_size, len(prompts)), longest)
     waiting = iter(prompts)
     for b, prompt in enumerate(islice(waiting, batch.size)):
-        batch.place(b, _Answer(prompt, config, stops, guesser))
+        batch.place(b, Answer(prompt, config, stops, guesser))
     while batch.running:
         finished: list[Record] = []
         with engine.running():  # never while the caller has the turn: the model is wrapped inside
@@ -160,110 +130,10 @@ def generate_trajectories(
                     if following is None:
                         batch.close(b)
                     else:
-                        batch.place(b, _Answer(following, config, stops, guesser))
+                        batch.place(b, Answer(following, config, stops, guesser))
                 if on_step is not None:
                     on_step(tokens)
         yield from finished
-
-
-class _Guesser:
-    """The first guesses of a block: a function of seed, prompt index and block number, whatever the sharding."""
-
-    def __init__(self, config: TrajectoryConfig, vocab_size: int, special: Sequence[int], tokenizer: Any) -> None:
-        self.config = config
-        # Embeddings may have padding rows that no token uses.
-        known = vocab_size if tokenizer is None else min(vocab_size, len(tokenizer))
-        excluded = set(special)
-        self.vocabulary = [t for t in range(known) if t not in excluded] or list(range(vocab_size))
-
-    def guesses(self, prompt: Prompt, block: int, last: int) -> list[int]:
-        """n - 1 guesses behind ``last``, the first token of the block."""
-        count = self.config.block_size - 1
-        generator = random.Random(f"{self.config.seed}/{prompt.index}/{block}")
-        init = self.config.init
-        if init == "mixed":
-            init = generator.choice(INITS[:3])
-        if init == "last":
-            return [last] * count
-        return generator.choices(self.vocabulary if init == "vocabulary" else prompt.ids, k=count)
-
-
-class _Answer:
-    """One prompt's answer while it is decoded, and the states of its open block."""
-
-    def __init__(self, prompt: Prompt, config: TrajectoryConfig, stops: Sequence[int], guesser: _Guesser) -> None:
-        self.prompt, self.config, self.stops, self.guesser = prompt, config, stops, guesser
-        self.ids: list[int] = []
-        self.stop: str | None = None
-        self.blocks: list[list[list[int]]] = []
-        self.states: list[list[int]] = []  # of the open block, each of the block's full width
-        self.final = 0  # leading tokens of the open block that are in the cache
-        self._ngrams: Counter[tuple[int, ...]] = Counter()
-
-    @property
-    def start(self) -> int:
-        """Where the open block begins in the answer."""
-        return len(self.blocks) * self.config.block_size
-
-    @property
-    def chain(self) -> list[int]:
-        """What the next forward evaluates: the open block from its first token that is not in the cache."""
-        return self.states[-1][self.final :]
-
-    def receive(self, emitted: Sequence[int], accepted: int, chain: Sequence[int]) -> None:
-        """Take in a step: tokens that became final, rows accepted, and the op's next chain (last final token first).
-
-        ``chain`` is empty behind a stop token: the op drafts no more, and the answer's end says what the state is.
-        """
-        if self.states:  # none yet behind the prompt
-            state = self.states[-1]
-            self.final += accepted
-            if chain and self.final < len(state):  # else it was the fixed point
-                self.states.append([*state[: self.final], *chain[: len(state) - self.final]])
-        for token in emitted:
-            if self.stop is None:
-                self._append(token)
-        if self.stop is not None:
-            self._cut()
-
-    def _append(self, token: int) -> None:
-        if not self.states or len(self.ids) == self.start + len(self.states[0]):
-            self._open_block(token)
-        self.ids.append(token)
-        ngram = tuple(self.ids[-REPEATED_NGRAM:])
-        if len(ngram) == REPEATED_NGRAM:
-            self._ngrams[ngram] += 1
-        if token in self.stops:
-            self.stop = "eos"
-        elif self.config.repeats and self._ngrams[ngram] >= self.config.repeats:
-            self.stop = "repetition"
-        elif len(self.ids) == self.config.max_new_tokens:
-            self.stop = "length"
-
-    def _open_block(self, token: int) -> None:
-        if self.states:
-            self.blocks.append(self.states)
-        width = min(self.config.block_size, self.config.max_new_tokens - self.start)
-        guesses = self.guesser.guesses(self.prompt, len(self.blocks), token)
-        self.states = [[token, *guesses[: width - 1]]]
-        self.final = 0
-
-    def _cut(self) -> None:
-        """End the last block with the answer; states that differ only behind its end become one."""
-        fixed = self.ids[self.start :]
-        cut = [state[: len(fixed)] for state in self.states]
-        states = [state for s, state in enumerate(cut) if s == 0 or state != cut[s - 1]]
-        self.blocks.append(states if states[-1] == fixed else [*states, fixed])
-
-    def record(self) -> Record:
-        return {
-            "index": self.prompt.index,
-            "prompt_ids": list(self.prompt.ids),
-            "block_size": self.config.block_size,
-            "answer_ids": self.ids,
-            "stop": self.stop,
-            "blocks": [{"states": states} for states in self.blocks],
-        }
 
 
 class _Batch:
@@ -282,19 +152,19 @@ class _Batch:
             "chain_capacity": max(config.block_size, min(PREFILL_ROWS, longest_prompt)),
             "stop_tokens": list(stops),
         }
-        self.engine, self.size = engine, size
+        self.engine, self.size, self._width = engine, size, config.block_size
         self.state = DecodeState.allocate(
             [[0] * longest_prompt] * size, max_new_tokens=self._new_tokens, **self._options
         )
         self.cache = engine.allocate_cache(size, self.state.cache_capacity)
-        self.answers: list[_Answer] = []
+        self.answers: list[Answer] = []
         self._open = [False] * size
 
     @property
     def running(self) -> bool:
         return any(self._open)
 
-    def place(self, b: int, answer: _Answer) -> None:
+    def place(self, b: int, answer: Answer) -> None:
         """Start an answer in row ``b``: its first step evaluates the first piece of the prompt."""
         fresh = DecodeState.allocate([answer.prompt.ids], max_new_tokens=self._new_tokens, **self._options)
         state, rows = self.state, self.state.rows_per_sequence
@@ -316,12 +186,11 @@ class _Batch:
     def step(self) -> tuple[int, list[int]]:
         """One forward over all rows: (new answer tokens, rows whose answers ended)."""
         self.engine.step(self.state, self.cache, SamplingParams())
-        n = self.answers[0].config.block_size
         columns = self.state.state.tolist()
         text = self.state.text.numpy()
         tokens = self.state.tokens.numpy().reshape(self.size, -1)
         segments = self.state.segments.numpy()
-        chains = tokens[:, :n].tolist()
+        chains = tokens[:, : self._width].tolist()
         new, ended = 0, []
         for b, answer in enumerate(self.answers):
             row = columns[b]
@@ -370,8 +239,8 @@ def write_trajectories(
     stops = stop_tokens(model, tokenizer, config)
     settings = {k: v for k, v in asdict(config).items() if k != "batch_size"} | {
         "stop_tokens": list(stops),
-        "special_tokens": special_tokens(tokenizer, stops),
-        "prompts": _digest([list(p.ids) for p in distinct], [p.index for p in distinct]),
+        # Special tokens are never guessed: they are part of what the prompts' tokenizer decides.
+        "prompts": _digest([[p.index, *p.ids] for p in distinct], special_tokens(tokenizer, stops)),
     }
     writer = ShardWriter(out_dir, KIND, settings, model=model_fingerprint(model), num_shards=len(shards))
     own = range(rank, len(shards), world_size)
