@@ -35,10 +35,11 @@ class Lookup:
         return sum(self.forward_tokens[1:])
 
 
-def prompt_lookup(model: Any, ids: Sequence[int], max_new_tokens: int) -> Lookup:
-    """Greedy ``model.generate(prompt_lookup_num_tokens=10)`` on one prompt, until the model's own stop tokens.
+def prompt_lookup(model: Any, ids: Sequence[int], max_new_tokens: int, **options: Any) -> Lookup:
+    """Greedy ``model.generate(prompt_lookup_num_tokens=10)`` on one prompt.
 
-    transformers verifies guesses in the prompt's forward already; what it gains there counts for it.
+    options: more arguments of generate, such as the stop tokens, which are otherwise the model's own. transformers
+    verifies guesses in the prompt's forward already; what it gains there counts for it.
     """
     x = torch.tensor([list(ids)])
     rows: list[int] = []
@@ -53,6 +54,7 @@ def prompt_lookup(model: Any, ids: Sequence[int], max_new_tokens: int) -> Lookup
             max_new_tokens=max_new_tokens,
             do_sample=False,
             prompt_lookup_num_tokens=LOOKUP_TOKENS,
+            **options,
         )
     finally:
         hook.remove()
