@@ -6,19 +6,26 @@ import argparse
 import copy
 import json
 import random
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from jacobi_decoding.cli import CommandError
+from jacobi_kernels.reference import row_paths
 from jacobi_training import packing
 from jacobi_training.batches import make_batch
 from jacobi_training.cli import pack as command
 from jacobi_training.noise import Target, noise_ratio
 from jacobi_training.packing import PackConfig, PackReport, pack_sample, packed_samples, write_packed
-from jacobi_training.shards import ShardReader, ShardWriter
+from jacobi_training.prompts import Prompt
+from jacobi_training.shards import ShardReader, ShardWriter, read_records
+from jacobi_training.trajectories import write_trajectories
+from jacobi_training.trajectory_config import TrajectoryConfig
+from tests.decoding.helpers import build
 
 EOS = 0
 
@@ -347,12 +354,43 @@ def test_every_setting_is_an_option() -> None:
     assert command.config_from_args(few.parse_args([])) == PackConfig(seed=5)
 
 
-def test_command_refuses(tmp_path: Path) -> None:
+def test_command_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = folder(tmp_path / "t", RECORDS)
     with pytest.raises(CommandError, match=r"--plot must end in \.png"):
         run_command("--trajectories", source, "--out", tmp_path / "p", "--plot", tmp_path / "h.jpg")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    with pytest.raises(CommandError, match="pip install matplotlib"):
+        run_command("--trajectories", source, "--out", tmp_path / "p", "--plot", tmp_path / "h.png")
     with pytest.raises(ValueError, match=r"manifest\.json"):
         run_command("--trajectories", tmp_path, "--out", tmp_path / "p")
     with pytest.raises(CommandError, match="does not exist"):
         run_command("--trajectories", source, "--out", tmp_path / "p", "--json", tmp_path / "no" / "j")
     assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize("mode", ["progressive", "local"])
+def test_rows_predict_what_the_model_predicted_in_the_trajectory(tmp_path: Path, mode: str) -> None:
+    """A model's own trajectories, packed: its prediction on the path of every row is the token that decoding saw."""
+    model = build("LlamaForCausalLM", "LlamaConfig", seed=0, num_hidden_layers=2)
+    prompts = [Prompt(i, (7 * i + 3, 5, 9 + i)) for i in range(3)]
+    write_trajectories(model, prompts, tmp_path / "t", TrajectoryConfig(block_size=6, max_new_tokens=15))
+    trajectories = {record["index"]: record for record in read_records(tmp_path / "t")}
+    report = write_packed([tmp_path / "t"], tmp_path / "p", PackConfig(mode=mode, context="clean", window=2))
+    assert report.samples == 3
+    for sample in read_records(tmp_path / "p"):
+        batch, states = make_batch([sample]), [b["states"] for b in trajectories[sample["index"]]["blocks"]]
+        (paths,) = row_paths(batch.segments, batch.cu_segments)
+        with torch.inference_mode():
+            predicted = {
+                row: int(model(batch.tokens[path].unsqueeze(0)).logits[0, -1].argmax()) for row, path in paths.items()
+            }
+        answer, prompt = len(sample["answer_ids"]), len(sample["prompt_ids"])
+        for row in range(prompt - 1, prompt + answer - 1):
+            assert predicted[row] == batch.targets[row]
+        for j, block in enumerate(sample["blocks"]):
+            following = states[j][min(states[j].index(block["noisy"]) + 1, len(states[j]) - 1)]
+            for i, token in enumerate(following[1:]):
+                row = prompt + answer + j * sample["block_size"] + i
+                assert predicted[row] == token
+                if mode == "progressive" and batch.teachers[row] >= 0:
+                    assert predicted[int(batch.teachers[row])] == batch.hard_targets[row]

@@ -82,8 +82,13 @@ def config_from_args(args: argparse.Namespace) -> PackConfig:
 
 def run(args: argparse.Namespace) -> None:
     config = config_from_args(args)
-    if args.plot and Path(args.plot).suffix != ".png":
-        raise CommandError(f"--plot must end in .png, got {args.plot!r}")
+    if args.plot:
+        if Path(args.plot).suffix != ".png":
+            raise CommandError(f"--plot must end in .png, got {args.plot!r}")
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            raise CommandError("--plot needs matplotlib; run `pip install matplotlib` or leave out --plot") from None
     for option in ("json", "plot"):
         if getattr(args, option):
             check_writable(Path(getattr(args, option)), f"--{option}")
