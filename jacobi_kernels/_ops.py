@@ -60,6 +60,15 @@ SCHEMAS = {
         "Tensor(g!) pool, Tensor(h!) state, Tensor stop_tokens, Tensor(i!) workspace, *, int block_size, int blocks, "
         f"int candidates, float spawn_ratio=0.85, Tensor? page_table=None, {_SAMPLING.format('j!')}) -> ()"
     ),
+    "consistency_loss": (
+        "(Tensor hidden, Tensor lm_head, Tensor? bias, Tensor targets, Tensor teachers, *, float temperature=1.0, "
+        "float logit_scale=1.0, float softcap=0.0) -> (Tensor nll, Tensor consistency, Tensor lse)"
+    ),
+    "consistency_loss_backward": (
+        "(Tensor grad_nll, Tensor grad_consistency, Tensor hidden, Tensor lm_head, Tensor? bias, Tensor targets, "
+        "Tensor teachers, Tensor lse, *, float temperature=1.0, float logit_scale=1.0, float softcap=0.0, "
+        "bool hidden_grad=True, bool lm_head_grad=True) -> (Tensor d_hidden, Tensor d_lm_head, Tensor d_bias)"
+    ),
     "step_workspace_size": "(Tensor descriptor, int rows, int batch, int num_segments) -> int",
     "_phase_seconds": "() -> Tensor",  # of multi_block_step since the last call
     "_cpu_isa": "(str name) -> str",  # '' asks, a name switches; raises when this CPU lacks the set
@@ -73,7 +82,7 @@ for _name, _schema in SCHEMAS.items():
     lib.define(_name + _schema, tags=(torch.Tag.needs_exact_strides,))
 
 
-DIFFERENTIABLE = ("multi_block_attention",)
+DIFFERENTIABLE = ("multi_block_attention", "consistency_loss")
 
 
 def _refuse_grad(name: str) -> None:
@@ -451,3 +460,91 @@ def _(
     _int32(op, "cache_seqlens", cache_seqlens, "[B]", (batch,))
     _decode_state(op, batch, tokens, text, pool, state, stop_tokens)
     _sampling(op, batch, "*", (temperature, top_k, top_p, seeds, logits_scratch))
+
+
+def _head_rows(op: str, hidden: Tensor, lm_head: Tensor, bias: Tensor | None, targets: Tensor, teachers: Tensor) -> Any:
+    """Check what consistency_loss and its backward share and return R."""
+    _dtype(op, "hidden", hidden, *FLOATS)
+    _shape(op, "hidden", hidden, "[R, E]", ("*", "*"))
+    _dtype(op, "lm_head", lm_head, *FLOATS)
+    _shape(op, "lm_head", lm_head, "[V, E]", ("*", hidden.shape[1]))
+    if bias is not None:
+        _dtype(op, "bias", bias, *FLOATS)
+        _shape(op, "bias", bias, "[V]", (lm_head.shape[0],))
+    for arg, t in (("targets", targets), ("teachers", teachers)):
+        _dtype(op, arg, t, torch.int64)
+        _shape(op, arg, t, "[R]", (hidden.shape[0],))
+    return hidden.shape[0]
+
+
+@_fake("consistency_loss")
+def _(
+    hidden: Tensor,
+    lm_head: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    teachers: Tensor,
+    *,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = _head_rows("consistency_loss", hidden, lm_head, bias, targets, teachers)
+    per_row = [hidden.new_empty(shape, dtype=torch.float32) for shape in ((rows,), (rows,), (2, rows))]
+    return per_row[0], per_row[1], per_row[2]
+
+
+@_fake("consistency_loss_backward")
+def _(
+    grad_nll: Tensor,
+    grad_consistency: Tensor,
+    hidden: Tensor,
+    lm_head: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    teachers: Tensor,
+    lse: Tensor,
+    *,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float = 0.0,
+    hidden_grad: bool = True,
+    lm_head_grad: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    op = "consistency_loss_backward"
+    rows = _head_rows(op, hidden, lm_head, bias, targets, teachers)
+    per_row = (("grad_nll", grad_nll, "[R]", (rows,)), ("grad_consistency", grad_consistency, "[R]", (rows,)))
+    for arg, t, names, want in (*per_row, ("lse", lse, "[2, R]", (2, rows))):
+        _dtype(op, arg, t, torch.float32)
+        _shape(op, arg, t, names, want)
+    return (
+        hidden.new_empty(hidden.shape if hidden_grad else (0,)),
+        lm_head.new_empty(lm_head.shape if lm_head_grad else (0,)),
+        hidden.new_empty((0,)) if bias is None else bias.new_empty(bias.shape),
+    )
+
+
+def _keep_for_loss_backward(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    ctx.save_for_backward(*inputs, output[2])
+    ctx.mark_non_differentiable(output[2])
+    ctx.options = keyword_only_inputs
+
+
+def _loss_backward(ctx: Any, grad_nll: Tensor, grad_consistency: Tensor, _: Tensor) -> tuple[Any, ...]:
+    needed = ctx.needs_input_grad
+    gradients = torch.ops.jacobi.consistency_loss_backward.default(
+        grad_nll.contiguous(),
+        grad_consistency.contiguous(),
+        *ctx.saved_tensors,
+        **ctx.options,
+        hidden_grad=needed[0],
+        lm_head_grad=needed[1],
+    )
+    return (*(g if wanted else None for g, wanted in zip(gradients, needed, strict=False)), None, None)
+
+
+torch.library.register_autograd(
+    "jacobi::consistency_loss", _loss_backward, setup_context=_keep_for_loss_backward, lib=lib
+)

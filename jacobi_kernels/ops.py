@@ -16,8 +16,8 @@ its own segment up to itself. Its position is the number of tokens on its path, 
 segment are holes: they cost nothing.
 
 Every op raises RuntimeError, before anything is written, when an argument has a wrong shape, dtype, device, stride or
-value; the message names the op, the argument, what it got and what it expected. ``multi_block_attention`` works under
-autograd; with gradients enabled every other op refuses an input that requires grad.
+value; the message names the op, the argument, what it got and what it expected. ``multi_block_attention`` and
+``consistency_loss`` work under autograd; with gradients enabled every other op refuses an input that requires grad.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ __all__ = [
     "activation",
     "argmax_verify",
     "commit",
+    "consistency_loss",
+    "consistency_loss_backward",
     "multi_block_attention",
     "multi_block_attention_backward",
     "multi_block_attention_with_kvcache",
@@ -539,3 +541,116 @@ def step_workspace_size(descriptor: Tensor, rows: int, batch: int, num_segments:
         The least size of a uint8 tensor.
     """
     return int(_jacobi.step_workspace_size.default(descriptor, rows, batch, num_segments))
+
+
+def consistency_loss(
+    hidden: Tensor,
+    lm_head: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    teachers: Tensor,
+    *,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """The two losses of training, per row, straight from hidden states: no ``[R, V]`` array exists at any time.
+
+    With ``z[r] = softcap(logit_scale * (lm_head @ hidden[r] + bias))`` and T the temperature::
+
+        nll[r]         = -log softmax(z[r])[targets[r]]
+        consistency[r] = -sum over v of softmax(z[teachers[r]] / T)[v] * log softmax(z[r] / T)[v]
+
+    Under autograd both have gradients to hidden, lm_head and bias, once; none flows into the teacher, as if its row
+    were detached. (At temperature T the gradient of ``consistency`` is about 1/T^2 of that at 1.) Logits are computed
+    256 tokens at a time for the rows that have a target or a teacher or are one, the others cost nothing; the backward
+    computes them again. float32 accumulation in a fixed order: bits do not depend on threads, nor a row's losses on
+    other rows than its teacher. Scratch in floats: about ``R * (E + 600)``, in the backward ``R * (3 E + 800)``, and up
+    to ``1024 E``.
+
+    Parameters
+    ----------
+    hidden : Tensor
+        ``[R, E]`` float32 or bfloat16, after the final norm.
+    lm_head : Tensor
+        ``[V, E]`` float32 or bfloat16, contiguous: the plain parameter, which may be tied to the embedding.
+    bias : Tensor or None
+        ``[V]`` float32 or bfloat16, contiguous.
+    targets : Tensor
+        ``[R]`` int64, contiguous: token that the row should predict, -1 for none.
+    teachers : Tensor
+        ``[R]`` int64, contiguous: row of ``hidden`` whose distribution the row should predict, -1 for none. A teacher
+        may have a target and a teacher of its own.
+    temperature : float
+        T, above 0; ``nll`` does not use it.
+    logit_scale, softcap : float
+        See above; ``softcap(z) = softcap * tanh(z / softcap)``, 0 is off.
+
+    Returns
+    -------
+    nll, consistency : Tensor
+        ``[R]`` float32; 0 where a row has no target, or no teacher.
+    """
+    nll, consistency, _ = _jacobi.consistency_loss.default(
+        hidden,
+        lm_head,
+        bias,
+        targets,
+        teachers,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+    )
+    return nll, consistency
+
+
+def consistency_loss_backward(
+    grad_nll: Tensor,
+    grad_consistency: Tensor,
+    hidden: Tensor,
+    lm_head: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    teachers: Tensor,
+    lse: Tensor,
+    *,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float = 0.0,
+    hidden_grad: bool = True,
+    lm_head_grad: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of :func:`consistency_loss`, as autograd asks for them.
+
+    Parameters
+    ----------
+    grad_nll, grad_consistency : Tensor
+        ``[R]`` float32, contiguous: gradients of the results.
+    hidden, lm_head, bias, targets, teachers, temperature, logit_scale, softcap
+        What the forward got.
+    lse : Tensor
+        ``[2, R]`` float32, third result of ``torch.ops.jacobi.consistency_loss``: log-sum-exp of the logits, and of the
+        logits over the temperature, where a loss of the row or of its students needs them.
+    hidden_grad, lm_head_grad : bool
+        False leaves that gradient out, with its product.
+
+    Returns
+    -------
+    d_hidden, d_lm_head, d_bias : Tensor
+        Shapes and dtypes of ``hidden``, ``lm_head`` and ``bias``, contiguous; ``[0]`` for what was left out.
+    """
+    return _jacobi.consistency_loss_backward.default(
+        grad_nll,
+        grad_consistency,
+        hidden,
+        lm_head,
+        bias,
+        targets,
+        teachers,
+        lse,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        hidden_grad=hidden_grad,
+        lm_head_grad=lm_head_grad,
+    )

@@ -220,6 +220,33 @@ def token_logits(
     return softcap * torch.tanh(logits / softcap) if softcap > 0 else logits
 
 
+def consistency_loss(
+    hidden: Tensor,
+    lm_head: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    teachers: Tensor,
+    *,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float = 0.0,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """(nll ``[R]``, consistency ``[R]``) by materialised logits; autograd gives the gradients."""
+    logits = hidden.to(dtype) @ lm_head.to(dtype).T
+    if bias is not None:
+        logits = logits + bias.to(dtype)
+    logits = logit_scale * logits
+    if softcap > 0:
+        logits = softcap * torch.tanh(logits / softcap)
+    nll = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+    tempered = logits / temperature
+    student = teachers >= 0
+    teacher = torch.softmax(tempered.detach()[teachers[student]], 1)
+    soft = F.cross_entropy(tempered[student], teacher, reduction="none")
+    return nll, torch.zeros_like(nll).masked_scatter(student, soft)
+
+
 def first_argmax(values: Tensor) -> int:
     """Lowest index of the largest value of ``[V]``; a NaN is the largest."""
     nan = torch.isnan(values)

@@ -116,6 +116,19 @@ struct AttentionBackwardArgs {
   int64_t max_panels, max_segments;  // of a sequence; a segment of n rows has ceil(n / 16) panels
 };
 
+// Phases of consistency_loss and its backward (consistency_loss.h) and what their items are.
+enum class ConsistencyPhase : int32_t {
+  gather,    // planned rows
+  pack,      // panels of 16 tokens of a tile
+  logits,    // planned rows
+  soft,      // rows with a loss
+  finish,    // planned rows
+  gradient,  // rows with a loss
+  weight,    // tokens of a tile
+  scatter,   // rows with a loss
+};
+struct ConsistencyArgs;  // consistency_args.h
+
 struct Kernels {
   const char* name;
   // panels [begin, end) of y = x W^T + bias
@@ -142,6 +155,8 @@ struct Kernels {
   // bytes of scratch per thread, and units [begin, end) of batch * kv_heads
   int64_t (*attention_backward_scratch)(const AttentionBackwardArgs&);
   void (*attention_backward)(const AttentionBackwardArgs&, void* scratch, int64_t begin, int64_t end);
+  // items [begin, end) of one phase, of the vocabulary tile that begins at `column`; called by consistency_run.h
+  void (*consistency)(const ConsistencyArgs&, ConsistencyPhase, int64_t column, int64_t begin, int64_t end);
 };
 
 inline void head_init(HeadBest* best, int64_t rows) {
