@@ -23,7 +23,6 @@ import json
 import os
 import random
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -36,7 +35,6 @@ from jacobi_decoding.cli import CommandError, Parser, fail, note
 from jacobi_decoding.cli import arguments as shared
 from jacobi_decoding.cli.output import check_writable, write_json_atomically
 
-LOOKUP_TOKENS = 10
 METHODS = ("ar", "vanilla", "ours", "prompt_lookup")
 EXACT = ("vanilla", "ours")
 AR = {"block_size": 1, "blocks": 1, "candidates": 0, "pool_rows": 0, "pool_from_prompt": False}
@@ -206,26 +204,11 @@ class Runner:
         return tokens, Outcome(len(tokens), stats.decode_tokens, forwards, positions, stats.seconds)
 
     def prompt_lookup(self, ids: list[int], max_new_tokens: int) -> tuple[list[int], Outcome]:
-        import torch
+        from jacobi_training.prompt_lookup import prompt_lookup
 
-        x = torch.tensor([ids])
-        rows: list[int] = []  # query tokens of each forward
-        embedding = self.model.get_input_embeddings()
-        hook = embedding.register_forward_hook(lambda module, inputs, output: rows.append(output.shape[1]))
-        start = time.perf_counter()
-        try:
-            output = self.model.generate(
-                x,
-                attention_mask=torch.ones_like(x),
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                prompt_lookup_num_tokens=LOOKUP_TOKENS,
-            )
-        finally:
-            hook.remove()
-        seconds = time.perf_counter() - start
-        tokens = output[0, len(ids) :].tolist()
-        return tokens, Outcome(len(tokens), len(tokens) - 1, len(rows) - 1, sum(rows[1:]), seconds)
+        done = prompt_lookup(self.model, ids, max_new_tokens)
+        counts = (done.decode_tokens, done.decode_forwards, done.decode_positions)
+        return done.tokens, Outcome(len(done.tokens), *counts, done.seconds)
 
     def near_tie(self, ids: list[int], tokens: list[int], expected: list[int], index: int) -> bool:
         """Whether transformers itself finds both tokens within rounding of each other."""
@@ -248,6 +231,7 @@ def first_difference(a: list[int], b: list[int]) -> int:
 
 def new_result(loaded: Any, args: argparse.Namespace) -> dict[str, Any]:
     from bench.environment import environment
+    from jacobi_training.prompt_lookup import LOOKUP_TOKENS
 
     names = ["block_size", "blocks", "candidates", "pool_from_prompt", "max_new_tokens", "limit", "seed"]
     return {

@@ -165,7 +165,7 @@ def write_plot(path: Path, result: Result) -> None:
         if not bars:
             continue
         values = [value for _, value, _ in bars]
-        spread = [[v - low for _, v, (low, _) in bars], [high - v for _, v, (_, high) in bars]]
+        spread = [[max(0, v - low) for _, v, (low, _) in bars], [max(0, high - v) for _, v, (_, high) in bars]]
         drawn = axes.bar([at for at, _, _ in bars], values, 0.38, yerr=spread, capsize=3, label=name)
         axes.bar_label(drawn, fmt="%.2f", padding=2)
     axes.axhline(1, color="grey", linewidth=0.8, linestyle=":")  # one by one
@@ -173,7 +173,7 @@ def write_plot(path: Path, result: Result) -> None:
     axes.set_ylabel("tokens per forward")
     axes.set_title(f"{result['prompts']} prompts of {result['prompts_file']}, greedy")
     axes.margins(y=0.12)
-    axes.legend()
+    figure.legend(loc="outside right upper")
     temporary = None
     try:
         with tempfile.NamedTemporaryFile(dir=path.absolute().parent, prefix=".jacobi-", delete=False) as file:
