@@ -71,6 +71,13 @@ def attention_call(dtype: torch.dtype) -> Call:
     return arguments("multi_block_attention", q, k, v, *layout, window_size=5, softcap=3.0)
 
 
+def attention_backward_call(dtype: torch.dtype) -> Call:
+    call = attention_call(dtype)
+    q, k, v, *layout = call.args.values()
+    out, lse = call.run()
+    return arguments("multi_block_attention_backward", out, q, k, v, out, lse, *layout, **call.options)
+
+
 def cached_attention_call(dtype: torch.dtype, page_size: int | None = None) -> Call:
     plain, lengths = attention_call(dtype), [6]
     cache = make_cache(4, lengths, 8, 2, 32, dtype, page_size)
@@ -171,6 +178,20 @@ def linear_call(dtype: torch.dtype) -> Call:
     return arguments("packed_linear", random_tensor(9, 2, 3, 24, dtype=dtype), random_linear(10, 21, 24), bias, 21)
 
 
+def loss_call(dtype: torch.dtype) -> Call:
+    hidden, head, bias = (
+        random_tensor(i, *shape, dtype=dtype) for i, shape in ((12, (5, 8)), (13, (40, 8)), (14, (40,)))
+    )
+    targets, teachers = torch.tensor([3, -1, -1, 39, -1]), torch.tensor([-1, 0, 4, 1, -1])
+    return arguments("consistency_loss", hidden, head, bias, targets, teachers, temperature=0.7, softcap=3.0)
+
+
+def loss_backward_call(dtype: torch.dtype) -> Call:
+    call = loss_call(dtype)
+    values = (torch.ones(5), torch.ones(5), *call.args.values(), call.run()[2])
+    return arguments("consistency_loss_backward", *values, **call.options)
+
+
 CALLS: dict[str, Callable[[torch.dtype], Call]] = {
     "packed_linear": linear_call,
     "packed_linear_without_rows": lambda d: linear_call(d)._replace(
@@ -183,6 +204,7 @@ CALLS: dict[str, Callable[[torch.dtype], Call]] = {
     "multi_block_attention_without_rows": lambda d: arguments(
         "multi_block_attention", *(torch.empty(0, h, 16, dtype=d) for h in (4, 2, 2)), *make_layout([[]])
     ),
+    "multi_block_attention_backward": attention_backward_call,
     "cached_attention": cached_attention_call,
     "cached_attention_of_views": cached_attention_of_views_call,
     "cached_attention_in_pages": lambda d: cached_attention_call(d, 4),
@@ -191,6 +213,8 @@ CALLS: dict[str, Callable[[torch.dtype], Call]] = {
     "commit": commit_call,
     "commit_in_pages": lambda d: commit_call(d, 4),
     "redraft": lambda d: redraft_call(),
+    "consistency_loss": loss_call,
+    "consistency_loss_backward": loss_backward_call,
     "multi_block_step": step_call,
 }
 
@@ -212,7 +236,8 @@ def test_schemas_declare_what_changes() -> None:
     assert mutated["commit"] == {"k_cache", "v_cache", "cache_seqlens"}
     assert mutated["redraft"] == drafted
     assert mutated["multi_block_step"] == drafted | {"k_cache", "v_cache", "workspace", "logits_scratch"}
-    assert not mutated["packed_linear"] | mutated["activation"] | mutated["multi_block_attention"]
+    assert not mutated["packed_linear"] | mutated["activation"]
+    assert not mutated["multi_block_attention"] | mutated["multi_block_attention_backward"]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -265,12 +290,13 @@ def test_inductor_with_dynamic_rows() -> None:
         ("packed_linear", "x"),
         ("packed_linear", "weight"),
         ("activation", "x"),
-        ("multi_block_attention", "v"),
+        ("multi_block_attention_backward", "grad_out"),
         ("cached_attention", "q"),
         ("cached_attention", "k_cache"),
         ("argmax_verify", "hidden"),
         ("commit", "v_cache"),
         ("multi_block_step", "k_cache"),
+        ("consistency_loss_backward", "grad_nll"),
     ],
 )
 def test_requires_grad_is_refused(name: str, argument: str) -> None:
@@ -432,7 +458,18 @@ def test_tensors_of_two_devices_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("name", ["packed_linear", "activation", "multi_block_attention", "argmax_verify"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "packed_linear",
+        "activation",
+        "multi_block_attention",
+        "multi_block_attention_backward",
+        "argmax_verify",
+        "consistency_loss",
+        "consistency_loss_backward",
+    ],
+)
 def test_fakes_tell_shapes_and_dtypes(name: str, dtype: torch.dtype) -> None:
     call = CALLS[name](dtype)
     real = call.run()
