@@ -25,6 +25,7 @@ CASES = (
     "bench_argmax_verify.py::test_argmax_verify[float32-4]",
     "bench_attention.py::test_attention[bfloat16-16-0]",
     "bench_commit.py::test_commit[float32-4]",
+    "bench_consistency_loss.py::test_consistency_loss[float32-2048x256x4096-forward]",
     "bench_packed_linear.py::test_packed_linear[bfloat16-4-attention_out]",
     "bench_redraft.py::test_redraft[16-0]",
 )
