@@ -240,7 +240,7 @@ def write_trajectories(
     settings = {k: v for k, v in asdict(config).items() if k != "batch_size"} | {
         "stop_tokens": list(stops),
         # Special tokens are never guessed: they are part of what the prompts' tokenizer decides.
-        "prompts": _digest([[p.index, *p.ids] for p in distinct], special_tokens(tokenizer, stops)),
+        "prompts": _digest([[p.index, *p.ids] for p in distinct], special_tokens(tokenizer, ())),
     }
     writer = ShardWriter(out_dir, KIND, settings, model=model_fingerprint(model), num_shards=len(shards))
     own = range(rank, len(shards), world_size)
