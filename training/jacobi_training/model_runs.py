@@ -84,8 +84,13 @@ class ModelRuns:
         return self.runs["ar"]
 
     @property
+    def answers(self) -> list[list[int]]:
+        """Tokens of the answers, stop tokens apart."""
+        return [row[:-1] if row[-1] in self.stops else row for row in self.ar.tokens]
+
+    @property
     def texts(self) -> list[str]:
-        return [self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in self.ar.tokens]
+        return [self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in self.answers]
 
     def decode(self, key: str, label: str, options: dict[str, Any]) -> None:
         """Make the run ``key`` over all prompts; token by token first, for its lengths."""
@@ -210,5 +215,5 @@ class ModelRuns:
 
     def characters_per_token(self) -> float | None:
         """Of the answers, stop tokens apart."""
-        tokens = sum(len(row) - (row[-1] in self.stops) for row in self.ar.tokens if row)
+        tokens = sum(map(len, self.answers))
         return sum(map(len, self.texts)) / tokens if tokens else None
