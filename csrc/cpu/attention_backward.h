@@ -10,10 +10,11 @@
 // a path is then a list of whole panels and at most one cut one per ancestor. Up to 48 rows (query, head of the group)
 // of one segment meet up to 64 keys of one ancestor; pieces that none of the rows sees are left out.
 //
-// Reduction order, one chain of fma each, for every thread count and instruction set:
-//   q . k, dout . v    over d = 0, 1, ...; q times scale first, as in the forward
-//   dq                 keys of the own segment ascending, then of its parent, ... up to the root
-//   dk, dv             queries in ascending row, the heads of the group within
+// Reduction order, for every thread count and instruction set:
+//   q . k, dout . v    one chain of fma over d = 0, 1, ...; q times scale first, as in the forward
+//   dq                 a chain of fma over the keys of a piece; pieces are added, those of the own segment ascending,
+//                      then of its parent, ... up to the root
+//   dk, dv             a chain of fma over the rows of a piece; pieces are added in ascending row
 // Unseen keys of a piece weigh 0.
 //
 // Memory of a unit: five arrays of head_dim floats per panel row. Operations: 10 * head_dim per row and key seen.
@@ -68,7 +69,7 @@ inline int64_t carve(const AttentionBackwardArgs& g, char* base, Work& w) {
 
 // ---- products -------------------------------------------------------------------------------------------------------
 
-// out[r][c] += sum over i of a[r * row + i * step] * b[i][c]; rows of b and out are `stride` apart.
+// out[r][c] += (sum over i of a[r * row + i * step] * b[i][c]); rows of b and out are `stride` apart.
 struct Product {
   const float* a;
   int64_t row, step, count;
@@ -86,7 +87,7 @@ template <int R, int N>
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) acc[r][n] = load(out + r * stride + 16 * n);
+    for (int n = 0; n < N; ++n) acc[r][n] = zero();
   for (int64_t i = 0; i < m.count; ++i) {
     vec x[N];
 #pragma GCC unroll 8
@@ -101,7 +102,7 @@ template <int R, int N>
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) store(out + r * stride + 16 * n, acc[r][n]);
+    for (int n = 0; n < N; ++n) store(out + r * stride + 16 * n, add(load(out + r * stride + 16 * n), acc[r][n]));
 }
 
 template <int R>
