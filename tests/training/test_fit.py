@@ -49,8 +49,10 @@ class Killed(BaseException):
     pass
 
 
-def killed_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run ends like a killed one when it would save the checkpoint of ``step``."""
+def fit_until(
+    step: int, inputs: tuple[Path, Path], out: Path, config: FitConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that ends, like a killed one, when it would save the checkpoint of ``step``."""
     save = checkpoints.save
 
     def dying(folder: Path, at: int, *rest: Any) -> None:
@@ -58,7 +60,10 @@ def killed_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
             raise Killed
         save(folder, at, *rest)
 
-    monkeypatch.setattr(checkpoints, "save", dying)
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints, "save", dying)
+        with pytest.raises(Killed):
+            fit(*inputs, out, config, quiet=True)
 
 
 def test_the_loss_falls_and_the_result_loads(inputs: tuple[Path, Path], tmp_path: Path) -> None:
@@ -164,9 +169,7 @@ def test_a_model_object_is_trained_in_place(inputs: tuple[Path, Path], plain: Pa
 def test_a_killed_run_resumes_bit_for_bit(
     step: int, inputs: tuple[Path, Path], plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patched, pytest.raises(Killed):
-        killed_at(step, patched)
-        fit(*inputs, tmp_path, BASE, quiet=True)
+    fit_until(step, inputs, tmp_path, BASE, monkeypatch)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99, "lo')
     result = fit(*inputs, tmp_path, BASE, quiet=True)
@@ -180,9 +183,7 @@ def test_a_lora_run_resumes_bit_for_bit(
 ) -> None:
     config = replace(BASE, lora_rank=2, precision="bfloat16")
     want = fit(*inputs, tmp_path / "whole", config, quiet=True).out
-    with monkeypatch.context() as patched, pytest.raises(Killed):
-        killed_at(3, patched)
-        fit(*inputs, tmp_path / "killed", config, quiet=True)
+    fit_until(3, inputs, tmp_path / "killed", config, monkeypatch)
     assert same_weights(fit(*inputs, tmp_path / "killed", config, quiet=True).out, want)
 
 
@@ -197,9 +198,7 @@ def test_two_checkpoints_are_kept_and_a_finished_run_does_nothing(inputs: tuple[
 @pytest.fixture
 def unfinished(inputs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run that was killed with checkpoints of steps 2 and 3."""
-    with monkeypatch.context() as patched, pytest.raises(Killed):
-        killed_at(4, patched)
-        fit(*inputs, tmp_path / "out", BASE, quiet=True)
+    fit_until(4, inputs, tmp_path / "out", BASE, monkeypatch)
     return tmp_path / "out"
 
 
@@ -252,13 +251,13 @@ def test_other_settings_are_refused(inputs: tuple[Path, Path], unfinished: Path,
 def test_bad_inputs(inputs: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="does not exist"):
         fit(tmp_path / "none", inputs[1], tmp_path / "out", BASE, quiet=True)
-    with pytest.raises(ShardError, match="has no manifest.json"):
+    with pytest.raises(ShardError, match=r"has no manifest\.json"):
         fit(inputs[0], tmp_path / "none", tmp_path / "out", BASE, quiet=True)
     damaged = tmp_path / "damaged"
     shutil.copytree(inputs[1], damaged)
     with (damaged / "shard-00001.jsonl").open("a") as file:
         file.write("{}\n")
-    with pytest.raises(ShardError, match="shard-00001.jsonl' is damaged"):
+    with pytest.raises(ShardError, match=r"shard-00001\.jsonl' is damaged"):
         fit(inputs[0], damaged, tmp_path / "out", BASE, quiet=True)
     assert not (tmp_path / "out").exists()
 

@@ -29,29 +29,70 @@ def fit_card(name: str, packed: Manifest, config: FitConfig, metrics: Sequence[M
     name: of the model that training began with. packed: manifest of the samples. metrics: lines of metrics.jsonl.
     """
     learned = "its own block trajectories" if config.consistency_weight else "its own answers, without noisy blocks"
+    return "\n".join(
+        [
+            *_opening(name, learned),
+            "## Data\n",
+            f"{packed.records} packed samples, made with\n",
+            _table(("setting", "value"), sorted(packed.settings.items())),
+            "## Training\n",
+            _totals(metrics),
+            _table(("setting", "value"), asdict(config).items()),
+            "## Losses\n",
+            _curve(metrics),
+        ]
+    )
+
+
+def run_card(name: str, prompts: int, settings: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown of the card of a run of all stages.
+
+    name: of the model that the run began with. prompts: how many it was given. settings: of all stages. rounds: what
+    each came to, its metrics included.
+    """
+    columns = {
+        "block size": "block_size",
+        "prompts": "prompts",
+        "answer tokens": "tokens",
+        "tokens per forward before": "tokens_per_forward",
+        "iterations per block before": "iterations_per_block",
+        "packed samples": "samples",
+        "steps": "steps",
+    }
+    rows = [[round_[key] for key in columns.values()] for round_ in rounds]
     parts = [
+        *_opening(name, "its own block trajectories"),
+        "## Data\n",
+        f"{prompts} prompts; each round trains the model of the round before on the trajectories of that model.\n",
+        _table(list(columns), rows),
+        "## Settings\n",
+        _table(("setting", "value"), sorted(settings.items())),
+    ]
+    for i, round_ in enumerate(rounds, 1):
+        parts += [f"## Losses of round {i}\n", _totals(round_["metrics"]), _curve(round_["metrics"])]
+    return "\n".join(parts)
+
+
+def _opening(name: str, learned: str) -> list[str]:
+    return [
         _HEADER,
         f"# {name}, trained for parallel decoding\n",
         f"`{name}` trained on {learned}, so that it predicts correct tokens behind wrong ones. Its greedy output is "
         "that of token-by-token decoding, whatever the block size:\n",
         "    jacobi generate --model . --prompt TEXT\n",
-        "## Data\n",
-        f"{packed.records} packed samples, made with\n",
-        _table(("setting", "value"), sorted(packed.settings.items())),
-        "## Training\n",
-        f"{len(metrics)} optimizer steps, {sum(m['rows'] for m in metrics)} rows (tokens in all versions), "
-        f"{sum(m['ar_rows'] for m in metrics)} with an AR term, "
-        f"{sum(m['consistency_rows'] for m in metrics)} with a consistency term.\n",
-        _table(("setting", "value"), asdict(config).items()),
-        "## Losses\n",
-        "Means over equal parts of the run.\n",
-        _curve(metrics),
     ]
-    return "\n".join(parts)
+
+
+def _totals(metrics: Sequence[Mapping[str, Any]]) -> str:
+    rows, ar, consistency = (sum(m[name] for m in metrics) for name in ("rows", "ar_rows", "consistency_rows"))
+    return (
+        f"{len(metrics)} optimizer steps, {rows} rows (tokens in all versions), {ar} with an AR term, {consistency} "
+        "with a consistency term.\n"
+    )
 
 
 def _curve(metrics: Sequence[Mapping[str, Any]]) -> str:
-    """A table of CURVE_ROWS rows, each the mean of a run of steps."""
+    """A table of at most CURVE_ROWS rows, each the mean of a run of steps."""
     parts = min(CURVE_ROWS, len(metrics))
     rows = []
     for i in range(parts):
@@ -67,4 +108,5 @@ def _table(header: Sequence[str], rows: Any) -> str:
 
 
 def _cell(value: Any) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -10,6 +10,7 @@ import atexit
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -50,7 +51,8 @@ def join_ranks() -> Ranks:
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return Ranks()
-        dist.init_process_group("gloo")
+        # The others wait while the first rank packs, or for the rank with the longest trajectories.
+        dist.init_process_group("gloo", timeout=timedelta(days=1))
         atexit.register(_leave)
     return Ranks(dist.get_rank(), dist.get_world_size())
 

@@ -17,7 +17,10 @@ from transformers.utils import logging
 from jacobi_decoding.adapter import base_model
 from jacobi_training.run_settings import write_atomically
 
-CARD = "README.md"
+CARD, PART = "README.md", ".final.part"
+# What a run keeps beside the checkpoint.
+SETTINGS, METRICS, FINISHED = "settings.json", "metrics.jsonl", "finished.json"
+OWN_FILES = (CARD, SETTINGS, METRICS, FINISHED)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -41,7 +44,7 @@ def merged_copy(model: Any, state: dict[str, Any]) -> PreTrainedModel:
 
 def write_checkpoint(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any, card: str) -> None:
     """Put config, weights, tokenizer (None: none) and model card into ``folder``, each whole; the card comes last."""
-    temporary = folder / ".final.part"
+    temporary = folder / PART
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
@@ -49,13 +52,36 @@ def write_checkpoint(model: PreTrainedModel, folder: Path, dtype: str, tokenizer
             model.to(DTYPES[dtype]).save_pretrained(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
-        for path in sorted(temporary.iterdir()):
-            os.replace(path, folder / path.name)
-        temporary.rmdir()
-        write_atomically(folder / CARD, card)
+        _move_into_place(temporary, folder, card)
     except OSError as error:
-        reason = error.strerror or error
-        raise OSError(f"cannot write the model to {str(folder)!r}: {reason}; make room and give access there") from None
+        raise _cannot_write(folder, error) from None
+
+
+def copy_checkpoint(source: Path, folder: Path, card: str) -> None:
+    """Put what :func:`write_checkpoint` wrote to ``source`` into ``folder`` as well, with another model card."""
+    temporary = folder / PART
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        for path in source.iterdir():
+            if path.is_file() and path.name not in OWN_FILES:
+                shutil.copyfile(path, temporary / path.name)
+        _move_into_place(temporary, folder, card)
+    except OSError as error:
+        raise _cannot_write(folder, error) from None
+
+
+def _move_into_place(temporary: Path, folder: Path, card: str) -> None:
+    for path in sorted(temporary.iterdir()):
+        os.replace(path, folder / path.name)
+    temporary.rmdir()
+    write_atomically(folder / CARD, card)
+
+
+def _cannot_write(folder: Path, error: OSError) -> OSError:
+    return OSError(
+        f"cannot write the model to {str(folder)!r}: {error.strerror or error}; make room and give access there"
+    )
 
 
 @contextmanager

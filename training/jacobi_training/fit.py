@@ -28,7 +28,7 @@ from jacobi_decoding.loading import load_model
 from jacobi_training import checkpoints
 from jacobi_training.card import fit_card
 from jacobi_training.distributed import Ranks, clip, join_ranks, spread, whole, without_sync
-from jacobi_training.export import merged_copy, write_checkpoint
+from jacobi_training.export import FINISHED, METRICS, SETTINGS, merged_copy, write_checkpoint
 from jacobi_training.feed import Feed
 from jacobi_training.fit_config import FREE_SETTINGS, FitConfig
 from jacobi_training.losses import Objective
@@ -37,8 +37,6 @@ from jacobi_training.model import TrainingModel, with_lora
 from jacobi_training.run_settings import claim, write_json
 from jacobi_training.shards import MANIFEST, ShardReader
 from jacobi_training.trajectories import model_fingerprint
-
-SETTINGS, METRICS, FINISHED = "settings.json", "metrics.jsonl", "finished.json"
 
 
 @dataclass(frozen=True)

@@ -48,12 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
+def add_prompt_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """What names the prompts, for this stage and for a run of all stages."""
     group = parser.add_argument_group("prompts")
     group.add_argument(
         "--prompts",
-        required=True,
+        required=required,
         metavar="FILE",
         help="a .jsonl file whose records have prompt, question, messages or prompt_ids, or a data set folder that "
         "save_to_disk() wrote",
