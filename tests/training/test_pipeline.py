@@ -183,7 +183,7 @@ def test_killed_anywhere_the_same_command_gives_the_same_bits(
         "round-2-*/fit/.final.part",
     ):
         kill_when(start(inputs, out), lambda pattern=pattern: any(out.glob(pattern)), rng.choice((0.0, 0.02, 0.1)))
-    assert start(inputs, out).wait(timeout=300) == 0
+    assert start(inputs, out).wait(timeout=900) == 0
     assert same_weights(out, finished)
     for name in os.listdir(finished):
         if name.startswith("round-"):

@@ -166,7 +166,7 @@ def run(
     if ranks.first and not (out / FINISHED).exists():
         rounds = sorted(out.glob(f"round-*/{ROUND}"), key=lambda path: int(path.parent.name.split("-")[1]))
         summaries = [json.loads(path.read_text(encoding="utf-8")) for path in rounds]
-        copy_checkpoint(source, out, run_card(loaded.name, len(read), config.settings(), summaries))
+        copy_checkpoint(Path(source), out, run_card(loaded.name, len(read), config.settings(), summaries))
         write_json(out / FINISHED, {"rounds": len(summaries)})
     ranks.wait()
     return out
