@@ -2,7 +2,7 @@
 
 The same command again goes on where an interrupted run stopped, and gives the same weights bit for bit. --out ends up
 with a Hugging Face checkpoint, metrics.jsonl (a line per optimizer step) and README.md, a model card. Several ranks:
-`torchrun --nproc-per-node 2 -m jacobi_decoding.cli train fit ...`, or accelerate launch in place of torchrun.
+`torchrun --nproc-per-node 2 --no-python jacobi train fit ...`, or the like with accelerate launch.
 """
 
 from __future__ import annotations
