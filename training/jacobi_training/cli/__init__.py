@@ -35,4 +35,5 @@ def run(args: argparse.Namespace) -> int | None:
         return args.run_stage(args)
     from jacobi_training.pipeline import run_from_args
 
-    return run_from_args(args)
+    run_from_args(args)
+    return None

@@ -16,7 +16,7 @@ from jacobi_decoding.cli import CommandError, fail, note
 from jacobi_decoding.cli import arguments as shared
 from jacobi_decoding.cli.output import check_writable, warnings_as_notes, write_json_atomically
 
-MODEL, BASE = "jacobi-5m", "jacobi-5m-base"
+MODEL, BASE = "jacobi-6m", "jacobi-6m-base"
 TASKS = ("auto", "worded", "gsm8k", "humaneval", "none")
 
 
