@@ -20,12 +20,13 @@ from shutil import rmtree
 from typing import NamedTuple
 
 import torch
-from arithmetic import make_drill
-from problems import problems
 from rich.progress import Progress
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from arithmetic import make_drill
+from problems import problems
 
 VOCABULARY = 4096
 END = "<|end|>"

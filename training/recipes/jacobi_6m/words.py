@@ -23,13 +23,14 @@ WOMEN = _split(
 )
 MEN = _split(
     """Aaron Abel Adam Adrian Ahmed Alan Albert Alex Amir Andre Anton Arjun Arthur Axel Barry Basil Ben Boris Bruno
-    Caleb Carl Carlos Cedric Chen Colin Conrad Cyrus Damian Daniel Dario David Dennis Diego Dylan Edgar Edwin Elias Emil
-    Enzo Eric Ernest Ethan Evan Felix Fergus Finn Floyd Frank Fred Gabriel George Gilbert Gordon Gregor Gustav Hamid Harold
-    Harry Hassan Hector Henry Hugo Ian Igor Isaac Ivan Jack Jacob Jamal James Jared Jason Javier Joel John Jonas Jorge
-    Joseph Julian Karim Keith Kenji Kevin Kofi Lars Leo Leon Liam Louis Lucas Luis Malik Marco Mario Mark Martin Mateo
-    Max Miguel Milo Nathan Neil Niels Noah Oleg Omar Oscar Otto Owen Pablo Patrick Paul Pavel Peter Philip Pierre Rafael
-    Raj Ralph Ravi Robert Roman Rory Ruben Samir Samuel Sean Sergio Simon Stefan Steven Tariq Theo Thomas Tobias Tom
-    Tyler Umar Victor Viktor Vincent Walter Warren Wesley William Xavier Yusuf Zane"""
+    Caleb Carl Carlos Cedric Chen Colin Conrad Cyrus Damian Daniel Dario David Dennis Diego Dylan Edgar Edwin
+    Elias Emil Enzo Eric Ernest Ethan Evan Felix Fergus Finn Floyd Frank Fred Gabriel George Gilbert Gordon Gregor
+    Gustav Hamid Harold Harry Hassan Hector Henry Hugo Ian Igor Isaac Ivan Jack Jacob Jamal James Jared Jason
+    Javier Joel John Jonas Jorge Joseph Julian Karim Keith Kenji Kevin Kofi Lars Leo Leon Liam Louis Lucas Luis
+    Malik Marco Mario Mark Martin Mateo Max Miguel Milo Nathan Neil Niels Noah Oleg Omar Oscar Otto Owen Pablo
+    Patrick Paul Pavel Peter Philip Pierre Rafael Raj Ralph Ravi Robert Roman Rory Ruben Samir Samuel Sean Sergio
+    Simon Stefan Steven Tariq Theo Thomas Tobias Tom Tyler Umar Victor Viktor Vincent Walter Warren Wesley William
+    Xavier Yusuf Zane"""
 )
 
 ITEMS = _phrases(
