@@ -10,7 +10,7 @@ import pytest
 
 from jacobi_training.sandbox import PROTECTIONS, Limits, run_python
 
-SMALL = Limits(cpu_seconds=1, wall_seconds=10, memory_mb=200, file_kb=64)
+SMALL = Limits(cpu_seconds=1, wall_seconds=300, memory_mb=200, file_kb=64)
 
 
 def test_code_that_ends_has_passed() -> None:

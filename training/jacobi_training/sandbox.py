@@ -39,7 +39,7 @@ class Limits:
     """What the code may use."""
 
     cpu_seconds: int = 5
-    wall_seconds: float = 10.0
+    wall_seconds: float = 30.0  # generous: what code takes on a busy machine should not decide
     memory_mb: int = 512  # address space, with the interpreter's own 30 or so
     file_kb: int = 1024  # of each file
 

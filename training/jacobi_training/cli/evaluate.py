@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("models")
     group.add_argument("--model", metavar="MODEL", help=f"the trained model, a folder or a name (default: {MODEL})")
     group.add_argument(
-        "--base", metavar="MODEL", help=f"the model that it was trained from (default: {BASE}, with --model none)"
+        "--base",
+        metavar="MODEL",
+        help=f"the model that it was trained from (default: {BASE}; none when --model is given)",
     )
     group.add_argument(
         "--dtype",
