@@ -156,6 +156,22 @@ def test_how_a_run_is_carried_out_changes_no_bit(
     assert same_weights(fit(*inputs, tmp_path / "out", replace(BASE, **option), quiet=True).out, plain)
 
 
+def test_samples_without_noise_are_mentioned(
+    inputs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = samples(2)
+    for record in records:
+        answer = record["answer_ids"]
+        for i, block in enumerate(record["blocks"]):
+            block["noisy"] = answer[4 * i : 4 * i + 4]
+    packed = write_samples(tmp_path / "packed", records)
+    fit(inputs[0], packed, tmp_path / "out", replace(BASE, steps=1))
+    assert "no row had a consistency term" in capsys.readouterr().err
+    fit(inputs[0], packed, tmp_path / "ar", replace(BASE, steps=1, consistency_weight=0.0))
+    fit(*inputs, tmp_path / "noisy", replace(BASE, steps=1))
+    assert "no row had" not in capsys.readouterr().err
+
+
 def test_a_model_object_is_trained_in_place(inputs: tuple[Path, Path], plain: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(inputs[0])
     result = fit(model, inputs[1], tmp_path / "out", BASE, quiet=True)

@@ -143,6 +143,8 @@ def _train(
             finally:
                 if log is not None:
                     log.close()
+            if log is not None and config.consistency_weight:
+                _warn_without_noise(read_lines(out / METRICS), progress)
         return model, {name: whole(value) for name, value in model.state_dict().items()}
     finally:
         training.release()
@@ -184,6 +186,15 @@ def _step(
         "consistency_rows": step.counts.consistency,
         "tokens_per_second": step.counts.rows / (time.perf_counter() - start),
     }
+
+
+def _warn_without_noise(metrics: list[dict[str, Any]], progress: StepProgress) -> None:
+    """Short answers may end before the noise schedule of their window has risen; that would go unseen."""
+    if not any(line["consistency_rows"] for line in metrics):
+        progress.say(
+            "no row had a consistency term, since the noisy blocks equal the answers; pack with a smaller --window, "
+            "another --schedule or a higher --min-ratio"
+        )
 
 
 def objective_of(config: FitConfig) -> Objective:
