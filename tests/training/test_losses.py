@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from jacobi_training.distributed import Ranks
 from jacobi_training.feed import Feed, ar_batch
 from jacobi_training.losses import Objective
 from jacobi_training.model import TrainingModel
-from tests.training.fit_helpers import samples, tiny
+from jacobi_training.shards import ShardReader
+from tests.training.fit_helpers import samples, tiny, write_samples
 
 
 @pytest.fixture(autouse=True)
@@ -48,12 +50,13 @@ def test_total_divides_by_the_rows_of_the_whole_step() -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("max_rows", [1, 60, 10_000])
-def test_the_loss_of_a_step_does_not_depend_on_how_it_is_cut(world: int, max_rows: int) -> None:
+def test_the_loss_of_a_step_does_not_depend_on_how_it_is_cut(world: int, max_rows: int, tmp_path: Path) -> None:
     records = samples(5, seed=1)
+    reader = ShardReader(write_samples(tmp_path, records))
     model = TrainingModel(tiny(), Objective(0.3, 1.1))
     whole = make_batch(records)
     want = model.objective.total(model(whole), whole.num_ar_rows, whole.num_consistency_rows)
-    steps = [Feed(records, 5, 5, max_rows, Ranks(rank, world), False).step(0) for rank in range(world)]
+    steps = [Feed(reader, 5, 5, max_rows, Ranks(rank, world), False).step(0) for rank in range(world)]
     assert len({len(step.micro_batches) for step in steps}) == 1
     got = torch.zeros(())
     for step in steps:
@@ -66,21 +69,21 @@ def test_the_loss_of_a_step_does_not_depend_on_how_it_is_cut(world: int, max_row
     torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
 
 
-def test_feed_goes_through_the_file_in_order_and_over_again() -> None:
-    records = samples(5)
+def test_feed_goes_through_the_file_in_order_and_over_again(tmp_path: Path) -> None:
+    reader = ShardReader(write_samples(tmp_path, samples(5)))
 
     def taken(feed: Feed) -> list[list[int]]:
         return [[s["index"] for m in feed.step(i).micro_batches for s in m] for i in range(feed.steps)]
 
-    assert taken(Feed(records, 2, 8, 10**6, Ranks(), False)) == [[0, 1], [2, 3], [4, 0], [1, 2]]
-    assert taken(Feed(records, 2, 5, 1, Ranks(), False)) == [[0, 1], [2, 3], [4]]
-    assert taken(Feed(records, 4, 5, 10**6, Ranks(1, 2), False)) == [[1, 3], []]
+    assert taken(Feed(reader, 2, 8, 10**6, Ranks(), False)) == [[0, 1], [2, 3], [4, 0], [1, 2]]
+    assert taken(Feed(reader, 2, 5, 1, Ranks(), False)) == [[0, 1], [2, 3], [4]]
+    assert taken(Feed(reader, 4, 5, 10**6, Ranks(1, 2), False)) == [[1, 3], []]
 
 
-def test_without_consistency_the_noisy_blocks_are_left_out() -> None:
+def test_without_consistency_the_noisy_blocks_are_left_out(tmp_path: Path) -> None:
     records = samples(3)
     whole, plain = make_batch(records), ar_batch(records)
-    step = Feed(records, 3, 3, 10**6, Ranks(), True).step(0)
+    step = Feed(ShardReader(write_samples(tmp_path, records)), 3, 3, 10**6, Ranks(), True).step(0)
     assert step.counts.rows == plain.rows < whole.rows
     assert step.counts.ar == plain.num_ar_rows == whole.num_ar_rows
     assert step.counts.consistency == plain.num_consistency_rows == 0
@@ -88,11 +91,12 @@ def test_without_consistency_the_noisy_blocks_are_left_out() -> None:
     torch.testing.assert_close(model(plain), model(whole), rtol=1e-6, atol=0)
 
 
-def test_a_broken_record_is_named() -> None:
-    records = samples(2)
-    del records[1]["blocks"][0]
-    with pytest.raises(ValueError, match=r"packed sample 1: an answer of .* ids has .* blocks"):
-        Feed(records, 2, 2, 100, Ranks(), False).step(0)
+def test_a_broken_record_is_named(tmp_path: Path) -> None:
+    records = samples(5)
+    del records[4]["blocks"][0]  # the second of the second shard
+    feed = Feed(ShardReader(write_samples(tmp_path, records)), 5, 5, 100, Ranks(), False)
+    with pytest.raises(ValueError, match=r"shard-00001.jsonl' line 2 is not a packed sample: an answer of .* ids has"):
+        feed.step(0)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert reader[3:9:2] == expected[3:9:2]
     with pytest.raises(IndexError):
         reader[12]
+    assert reader.where(5) == f"{str(tmp_path / shard_name(1))!r} line 2"
     manifest = load_manifest(tmp_path)
     assert (manifest.complete, manifest.records, manifest.model) == (True, 12, "m")
     assert manifest.settings == {"block_size": 16, "limit": None, "stop_tokens": [1, 2]}
@@ -179,6 +180,7 @@ def test_write_all(tmp_path: Path) -> None:
         manifest = writer(tmp_path / "a", num_shards=None).write_all(iter(records(10)), 4)
         assert (manifest.complete, [s.records for s in manifest.shards]) == (True, [4, 4, 2])
     assert list(read_records(tmp_path / "a")) == records(10)
+    assert manifest.report is None
 
     def stopping() -> Any:
         yield from records(6)
@@ -190,6 +192,18 @@ def test_write_all(tmp_path: Path) -> None:
         ShardReader(tmp_path / "b")
     writer(tmp_path / "b", num_shards=None).write_all(records(10), 4)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_the_manifest_keeps_a_report_of_all_records(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def counted() -> Any:
+        for record in records(5):
+            seen.append(record["index"])
+            yield record
+
+    manifest = writer(tmp_path, num_shards=None).write_all(counted(), 2, report=lambda: {"by_size": {4: len(seen)}})
+    assert manifest.report == load_manifest(tmp_path).report == {"by_size": {"4": 5}}
 
 
 def _write_every_other(folder: Path, rank: int) -> None:

@@ -16,6 +16,7 @@ import torch
 from jacobi_training.batches import Batch, RowCounts, count_rows, make_batch, plan_micro_batches
 from jacobi_training.distributed import Ranks
 from jacobi_training.layout import check_sample
+from jacobi_training.shards import ShardReader
 
 Sample = Mapping[str, Any]
 
@@ -48,7 +49,7 @@ class Feed:
     ar_only: leave the noisy blocks out, since nothing is learned from them.
     """
 
-    samples: Sequence[Sample]
+    samples: ShardReader
     batch_size: int
     total: int
     max_rows: int
@@ -60,10 +61,10 @@ class Feed:
         return -(-self.total // self.batch_size)
 
     def step(self, index: int) -> Step:
-        """Step ``index``; ValueError, naming the sample, when a record is not a packed sample."""
+        """Step ``index``; ValueError, naming shard and line, when a record is not a packed sample."""
         first = index * self.batch_size
         numbers = [i % len(self.samples) for i in range(first, min(first + self.batch_size, self.total))]
-        samples = [self.samples[number] for number in numbers]
+        samples: list[Sample] = [self.samples[number] for number in numbers]
         counts = [self._count(number, sample) for number, sample in zip(numbers, samples, strict=True)]
         world = self.ranks.world
         plans = [plan_micro_batches([c.rows for c in counts[r::world]], self.max_rows) for r in range(world)]
@@ -77,7 +78,8 @@ class Feed:
         try:
             counts = count_rows(sample)
         except ValueError as error:
-            raise ValueError(f"packed sample {number}: {error}; pack the trajectories again") from None
+            where = self.samples.where(number)
+            raise ValueError(f"{where} is not a packed sample: {error}; pack the trajectories again") from None
         return RowCounts(len(sample["prompt_ids"]) + counts.ar, counts.ar, 0) if self.ar_only else counts
 
 

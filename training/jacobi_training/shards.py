@@ -13,7 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -43,6 +43,7 @@ class Manifest:
     """kind: what the records are. settings: what made them. model: fingerprint of the model that took part, or None.
 
     num_shards: shards of the finished folder; None while the writer does not know. shards: the finished ones, by name.
+    report: what the writer counted, or None.
     """
 
     kind: str
@@ -50,6 +51,7 @@ class Manifest:
     model: str | None = None
     num_shards: int | None = None
     shards: list[Shard] = field(default_factory=list)
+    report: dict[str, Any] | None = None
 
     @property
     def complete(self) -> bool:
@@ -75,7 +77,8 @@ def load_manifest(folder: str | os.PathLike[str], kind: str | None = None) -> Ma
                 f"{str(path)!r} has format version {data['version']}, expected {VERSION}; make the folder again"
             )
         shards = [Shard(str(s["file"]), int(s["records"]), str(s["sha256"])) for s in data["shards"]]
-        manifest = Manifest(data["kind"], dict(data["settings"]), data["model"], data["num_shards"], shards)
+        known = (dict(data["settings"]), data["model"], data["num_shards"])
+        manifest = Manifest(data["kind"], *known, shards, data.get("report"))
     except (FileNotFoundError, NotADirectoryError):
         raise ShardError(
             f"{str(folder)!r} has no {MANIFEST}; name a folder of shards that `jacobi train` wrote"
@@ -150,10 +153,17 @@ class ShardWriter:
             raise _cannot_write(self.folder, error) from None
         self._finished.add(shard.file)
 
-    def write_all(self, records: Iterable[Mapping[str, Any]], shard_size: int) -> Manifest:
+    def write_all(
+        self,
+        records: Iterable[Mapping[str, Any]],
+        shard_size: int,
+        *,
+        report: Callable[[], Mapping[str, Any]] | None = None,
+    ) -> Manifest:
         """Write all records of a folder in order, ``shard_size`` to a shard, and complete it; for a single process.
 
-        Shards that are there already are kept: the records must be a function of the settings alone.
+        Shards that are there already are kept: the records must be a function of the settings alone. ``report`` is
+        called behind the last record, and the manifest keeps what it returns.
         """
         index, held = 0, list[Mapping[str, Any]]()
         for record in records:
@@ -167,6 +177,7 @@ class ShardWriter:
         with self._locked():
             self.manifest = load_manifest(self.folder)
             self.manifest.num_shards = index
+            self.manifest.report = None if report is None else json.loads(json.dumps(dict(report())))
             self._save(self.manifest)
         return self.manifest
 
@@ -227,6 +238,11 @@ class ShardReader(Sequence[Record]):
         with path.open("rb") as file:
             file.seek(offset)
             return _parse(path, number, file.readline())
+
+    def where(self, index: int) -> str:
+        """Shard and line of a record, for messages."""
+        path, _, number = self._lines[index]
+        return f"{str(path)!r} line {number}"
 
 
 def read_records(folder: str | os.PathLike[str], kind: str | None = None) -> Iterator[Record]:
