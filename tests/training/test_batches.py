@@ -36,13 +36,16 @@ def samples(draw: st.DrawFn) -> dict[str, Any]:
         {"noisy": version(clean), "ratio": 0.5, "target": 0.5, "teacher": version(clean) if local else None}
         for clean in cleans
     ]
+    window = draw(st.integers(1, 3))
+    phase = draw(st.none() | st.integers(0, window - 1))
     return {
         "index": 0,
         "prompt_ids": prompt,
         "answer_ids": answer,
         "block_size": n,
         "context": draw(st.sampled_from(CONTEXTS)),
-        "window": draw(st.integers(1, 3)),
+        "window": window,
+        **({} if phase is None else {"phase": phase}),
         "blocks": blocks,
     }
 
@@ -56,7 +59,7 @@ def row_path(sample: dict[str, Any], kind: str, place: int) -> list[Row]:
     own = [(kind, a) for a in range(j * n, place + 1)]
     if j == 0:
         return row_path(sample, "prompt", len(sample["prompt_ids"]) - 1) + own
-    window_starts = sample["context"] == "window" and j % sample["window"] == 0
+    window_starts = sample["context"] == "window" and (j + sample.get("phase", 0)) % sample["window"] == 0
     clean = kind == "clean" or sample["context"] == "clean" or window_starts
     return row_path(sample, "clean" if clean else "noisy", j * n - 1) + own
 
@@ -134,7 +137,8 @@ def test_counts_need_no_batch(records: list[dict[str, Any]]) -> None:
 @given(samples())
 def test_one_segment_per_run(record: dict[str, Any]) -> None:
     blocks = len(record["blocks"])
-    windows = {"all": min(blocks, 1), "window": -(-blocks // record["window"]), "clean": blocks}[record["context"]]
+    starts = sum(j == 0 or (j + record.get("phase", 0)) % record["window"] == 0 for j in range(blocks))
+    windows = {"all": min(blocks, 1), "window": starts, "clean": blocks}[record["context"]]
     teachers = sum(block["teacher"] is not None for block in record["blocks"])
     assert len(sample_layout(record).segments) == 1 + windows + teachers
 
@@ -216,6 +220,8 @@ def test_micro_batches_need_room() -> None:
         (lambda r: r.update(answer_ids=[1, -2, 3]), r"answer_ids\[1\] must be a token id, got -2"),
         (lambda r: r.update(context="none"), "context must be one of window, all, clean, got 'none'"),
         (lambda r: r.update(window=0), "window must be at least 1, got 0"),
+        (lambda r: r.update(phase=1), "phase must be at least 0 and less than the window, 1, got 1"),
+        (lambda r: r.update(phase=None), "phase must be at least 0 and less than the window, 1, got None"),
         (lambda r: r["blocks"].pop(), "an answer of 3 ids has 2 blocks of 2, got 1"),
         (lambda r: r["blocks"][1].update(noisy=[3, 4]), r"blocks\[1\].noisy must hold 1 ids, got 2"),
         (lambda r: r["blocks"][1].update(noisy=["a"]), r"blocks\[1\].noisy\[0\] must be a token id, got 'a'"),

@@ -14,8 +14,8 @@ from jacobi_training.noise import SCHEDULES, NoiseSchedule, Target, noise_ratio,
 RNG = random.Random(0)  # where it must not matter
 
 
-def ratios_wanted(blocks: int, progress: float = 0.0, **options: Any) -> list[float | None]:
-    return [t.ratio for t in NoiseSchedule(**options).targets(blocks, progress, random.Random(0))]
+def ratios_wanted(blocks: int, progress: float = 0.0, phase: int = 0, **options: Any) -> list[float | None]:
+    return [t.ratio for t in NoiseSchedule(**options).targets(blocks, progress, random.Random(0), phase)]
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,25 @@ def test_linear_rises_inside_every_window() -> None:
 
 def test_reverse_falls() -> None:
     assert ratios_wanted(4, kind="reverse", window=3) == [1, 0.5, 0, 1]
+
+
+def test_a_phase_shifts_the_windows() -> None:
+    assert ratios_wanted(4, phase=2, window=3) == [1, 0, 0.5, 1]
+    assert ratios_wanted(4, phase=1, kind="reverse", window=3) == [0.5, 0, 1, 0.5]
+    assert [t.back for t in NoiseSchedule("cyclic", 3).targets(2, 0.0, RNG, 2)] == [(2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize("kind", ["linear", "reverse", "cyclic"])
+def test_phases_take_turns_and_start_anywhere(kind: str) -> None:
+    schedule = NoiseSchedule(kind, window=4)
+    phases = [[schedule.phase(epoch, random.Random(sample)) for epoch in range(4)] for sample in range(40)]
+    assert all(sorted(turns) == [0, 1, 2, 3] for turns in phases)
+    assert {turns[0] for turns in phases} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("kind", ["random", "any"])
+def test_schedules_without_places_have_no_phase(kind: str) -> None:
+    assert {NoiseSchedule(kind).phase(epoch, random.Random(epoch)) for epoch in range(9)} == {0}
 
 
 @pytest.mark.parametrize("kind", ["linear", "reverse"])

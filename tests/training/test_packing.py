@@ -19,6 +19,7 @@ from jacobi_kernels.reference import row_paths
 from jacobi_training import packing
 from jacobi_training.batches import make_batch
 from jacobi_training.cli import pack as command
+from jacobi_training.layout import context_windows
 from jacobi_training.noise import Target, noise_ratio
 from jacobi_training.packing import PackConfig, PackReport, pack_sample, packed_samples, write_packed
 from jacobi_training.prompts import Prompt
@@ -139,20 +140,49 @@ def test_the_ceiling_has_options(ceiling: str, option: dict[str, float]) -> None
 
 def test_what_the_options_do() -> None:
     # The first block of a window wants the least noise, the last the most.
-    by_block = [[sample["blocks"][j]["ratio"] for sample in packed(window=3)] for j in range(3)]
-    assert max(by_block[0]) == 0
-    assert mean(by_block[0]) < mean(by_block[1]) < mean(by_block[2]) == 1
-    assert [s["blocks"][0]["ratio"] for s in packed(schedule="reverse", window=3)] == by_block[2]
-    assert [b["target"] for b in packed(window=2, min_ratio=0.25, max_ratio=0.75)[0]["blocks"][:2]] == [0.25, 0.75]
+    by_place: list[list[float]] = [[], [], []]
+    for sample in packed(window=3):
+        for j, block in enumerate(sample["blocks"]):
+            by_place[(j + sample["phase"]) % 3].append(block["ratio"])
+    assert max(by_place[0]) == 0
+    assert mean(by_place[0]) < mean(by_place[1]) < mean(by_place[2]) == 1
+    for forth, back in zip(packed(window=3), packed(schedule="reverse", window=3), strict=True):
+        assert [b["target"] for b in back["blocks"]] == [1 - b["target"] for b in forth["blocks"]]
+    assert {b["target"] for b in packed(window=2, min_ratio=0.25, max_ratio=0.75)[0]["blocks"]} == {0.25, 0.75}
     assert mean(ratios(packed(min_ratio=0.5))) > mean(ratios(packed())) > mean(ratios(packed(max_ratio=0.5)))
     assert {s["context"] for s in packed(context="all")} == {"all"}
     assert {s["window"] for s in packed(window=3)} == {3}
 
 
+@pytest.mark.parametrize("schedule", ["linear", "reverse", "cyclic"])
+def test_answers_of_one_block_reach_all_levels_over_the_epochs(schedule: str) -> None:
+    records = [trajectory(index, 8, 8) for index in range(6)]
+    report = PackReport()
+    samples = list(packed_samples({8: records}, PackConfig(schedule=schedule, epochs=4), report))
+    assert report.consistency_rows > 0
+    for index, record in enumerate(records):
+        states = record["blocks"][0]["states"]
+        taken = [s["blocks"][0] for s in samples if s["index"] == index]
+        if schedule == "cyclic":
+            places = {len(states) - 1 - states.index(block["noisy"]) for block in taken}
+            assert places == set(range(1, min(len(states), 5)))
+        else:
+            assert sorted(block["target"] for block in taken) == pytest.approx([0, 1 / 3, 2 / 3, 1])
+            assert all(states[end] in [block["noisy"] for block in taken] for end in (0, -1))
+    if schedule != "cyclic":
+        assert report.histogram.reached[10] >= report.histogram.wanted[10] == len(records)
+
+
+def test_windows_of_states_and_of_the_context_start_together() -> None:
+    for sample in packed(window=3, epochs=3):
+        starts = {first // 8 for first, _ in context_windows(sample)}
+        assert starts == {0} | {j for j, block in enumerate(sample["blocks"]) if block["target"] == 0}
+
+
 @pytest.mark.parametrize(("ceiling", "sign"), [("rising", 1), ("falling", -1), ("constant", 0)])
 def test_the_ceiling_follows_the_run(ceiling: str, sign: int) -> None:
     samples = packed([RECORDS[4]] * 8, ceiling=ceiling, ceiling_share=1.0, ceiling_low=0.0)
-    means = [mean([block["target"] for block in sample["blocks"]]) for sample in samples]
+    means = [mean(sorted(block["target"] for block in sample["blocks"])) for sample in samples]
     steps = [b - a for a, b in pairwise(means)]
     assert all((step > 0) - (step < 0) == sign for step in steps)
     if sign:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from jacobi_decoding.cli import CommandError, main
@@ -28,7 +28,7 @@ from jacobi_training.run_settings import SettingsError
 from jacobi_training.shards import load_manifest
 from jacobi_training.trajectory_config import TrajectoryConfig
 from tests.conftest import ROOT
-from tests.decoding.helpers import VOCAB
+from tests.decoding.helpers import VOCAB, build
 from tests.training.fit_helpers import lines, same_weights, tiny
 
 CONFIG = PipelineConfig(
@@ -134,6 +134,22 @@ def test_the_command(
 ) -> None:
     run_from_args(parser.parse_args(options(inputs, tmp_path / "out")))
     assert same_weights(tmp_path / "out", finished)
+
+
+def test_default_settings_teach_answers_of_one_block(tmp_path: Path) -> None:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    sizes = {"hidden_size": 128, "intermediate_size": 448, "num_hidden_layers": 4, "vocab_size": len(letters)}
+    model = build("LlamaForCausalLM", "LlamaConfig", **sizes, max_position_embeddings=1024)
+    model.save_pretrained(tmp_path / "model")
+    text = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    text.pre_tokenizer, text.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=text).save_pretrained(tmp_path / "model")
+    given = ["--model", tmp_path / "model", "--prompts", ROOT / "tests/data/prompts.jsonl", "--out", tmp_path / "out"]
+    command = ["train", *map(str, given), "--max-new-tokens", "16", "--threads", "1"]
+    assert main(command) == 0
+    for folder in (tmp_path / "out").glob("round-*"):
+        assert sum(line["consistency_rows"] for line in lines(folder / "fit" / "metrics.jsonl")) > 0
+        assert load_manifest(folder / "packed").report["histogram"]["reached"][10] > 0  # type: ignore[index]
 
 
 def test_errors_of_the_command(parser: argparse.ArgumentParser, inputs: tuple[Path, Path], tmp_path: Path) -> None:

@@ -189,11 +189,11 @@ def _step(
 
 
 def _warn_without_noise(metrics: list[dict[str, Any]], progress: StepProgress) -> None:
-    """Short answers may end before the noise schedule of their window has risen; that would go unseen."""
+    """Low ratios, or answers of one token, may leave nothing but fixed points; that would go unseen."""
     if not any(line["consistency_rows"] for line in metrics):
         progress.say(
-            "no row had a consistency term, since the noisy blocks equal the answers; pack with a smaller --window, "
-            "another --schedule or a higher --min-ratio"
+            "no row had a consistency term, since the noisy blocks equal the answers; pack with a higher --min-ratio "
+            "and --max-ratio, or take prompts with longer answers"
         )
 
 

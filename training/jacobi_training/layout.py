@@ -6,7 +6,8 @@ block j - 1, the first one the prompt. Noisy block j continues, by the sample's 
 
     clean    clean block j - 1 (the prompt for j = 0)
     all      noisy block j - 1 (the prompt for j = 0)
-    window   noisy block j - 1, but clean block j - 1 at the first block of every window of w blocks
+    window   noisy block j - 1, but clean block j - 1 at the first block of every window of w blocks, which is where
+             (j + phase) mod w = 0; the sample's phase, 0 where it has none, shifts its windows
 
 A teacher state continues what its noisy block continues. Versions of the same block have the same positions.
 
@@ -127,7 +128,9 @@ def context_windows(sample: Mapping[str, Any]) -> list[tuple[int, int]]:
     length = len(sample["answer_ids"])
     blocks = {"clean": 1, "window": sample["window"], "all": max(len(sample["blocks"]), 1)}[sample["context"]]
     step = blocks * sample["block_size"]
-    return [(first, min(first + step, length)) for first in range(0, length, step)]
+    # The phase cuts the front off the first window.
+    cut = sample.get("phase", 0) * sample["block_size"] if sample["context"] == "window" and length else 0
+    return [(max(first, 0), min(first + step, length)) for first in range(-cut, length, step)]
 
 
 def is_local(sample: Mapping[str, Any]) -> bool:
@@ -147,6 +150,9 @@ def check_sample(sample: Mapping[str, Any]) -> None:
     for name in ("block_size", "window"):
         if sample[name] < 1:
             raise ValueError(f"{name} must be at least 1, got {sample[name]}")
+    phase = sample.get("phase", 0)
+    if type(phase) is not int or not 0 <= phase < sample["window"]:
+        raise ValueError(f"phase must be at least 0 and less than the window, {sample['window']}, got {phase!r:.40}")
     sizes = block_sizes(len(sample["answer_ids"]), sample["block_size"])
     if len(sample["blocks"]) != len(sizes):
         raise ValueError(

@@ -9,13 +9,17 @@ difference from the fixed point at f (1 <= f, or n when there is none),
 Jacobi Forcing (arXiv 2512.14681; ``(n - f) / n`` in its released code) counted over the n - 1 tokens that can be wrong,
 so that 1 can be reached. A block of one token has no guess; its ratio is 0.
 
-The wanted ratio of block j depends on its place in a window of w blocks and on the time in the run:
+The wanted ratio of block j depends on its place i = (j + phase) mod w in a window of w blocks and on the time in the
+run:
 
     linear    min at the first block of a window, rising to the ceiling at its last, then again (the paper's)
     reverse   the ceiling first, falling to min
     random    uniform between min and the ceiling
-    cyclic    no ratio: block j takes the (1 + j mod w)-th state before the fixed point (the released code's variant)
+    cyclic    no ratio: the (1 + i)-th state before the fixed point (the released code's variant)
     any       no ratio: any state before the fixed point, with equal chances (CLLM, arXiv 2403.00835, global loss)
+
+Jacobi Forcing has phase 0, so an answer shorter than w never reaches the ceiling and one of a single block has
+nothing to learn; here linear, reverse and cyclic have a phase per sample and epoch, so every block meets every level.
 
 The ceiling is max, or rises or falls between a low value and max over the first part of the run. Where there is no
 wanted ratio, states outside min..ceiling are left out.
@@ -29,6 +33,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SCHEDULES = ("linear", "random", "reverse", "cyclic")
+PHASED = ("linear", "reverse", "cyclic")  # a block's place in its window counts
 CEILINGS = ("constant", "rising", "falling")
 
 
@@ -56,7 +61,7 @@ class Target:
     ratio : float, optional
         Wanted ratio: the nearest state is taken.
     back : tuple of int, optional
-        (j, w) of the cyclic schedule. With neither, any state within the range is taken.
+        (j + phase, w) of the cyclic schedule. With neither, any state within the range is taken.
     """
 
     low: float
@@ -125,10 +130,17 @@ class NoiseSchedule:
         begin, end = (self.ceiling_low, self.high) if self.ceiling == "rising" else (self.high, self.ceiling_low)
         return begin + (end - begin) * moved if moved < 1 else end
 
-    def targets(self, blocks: int, progress: float, rng: random.Random) -> list[Target]:
+    def phase(self, epoch: int, rng: random.Random) -> int:
+        """Blocks by which a sample's windows are shifted in an epoch, in [0, w).
+
+        ``rng`` is seeded by the sample but not by the epoch: in w epochs each block meets each level once.
+        """
+        return (rng.randrange(self.window) + epoch) % self.window if self.kind in PHASED else 0
+
+    def targets(self, blocks: int, progress: float, rng: random.Random, phase: int = 0) -> list[Target]:
         """One target per block of a sample that is trained on when ``progress`` of the run is behind."""
         high = self.ceiling_at(progress)
-        return [self._target(j, high, rng) for j in range(blocks)]
+        return [self._target(j + phase, high, rng) for j in range(blocks)]
 
     def _target(self, j: int, high: float, rng: random.Random) -> Target:
         if self.kind == "any":

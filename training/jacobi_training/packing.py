@@ -7,18 +7,16 @@ smallest first. A sample's place in that order is its time in the run, which the
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from jacobi_training.layout import block_sizes, check_fields, check_ids, count_rows
 from jacobi_training.noise import Target, noise_ratio, pick_state
 from jacobi_training.pack_config import PackConfig
-from jacobi_training.shards import MANIFEST, ShardError, ShardReader, ShardWriter
+from jacobi_training.shards import ShardError, ShardReader, ShardWriter
 
 KIND = "packed"
 SHARD_SIZE = 1024  # samples
@@ -112,8 +110,7 @@ def write_packed(
     settings = {"trajectories": [_fingerprint(reader) for reader in readers], **asdict(config)}
     writer = ShardWriter(out_dir, KIND, settings, model=models.pop() if len(models) == 1 else None)
     report = PackReport()
-    writer.write_all(packed_samples(sources, config, report, progress), SHARD_SIZE)
-    _write_report(Path(out_dir), report)
+    writer.write_all(packed_samples(sources, config, report, progress), SHARD_SIZE, report=lambda: asdict(report))
     return report
 
 
@@ -140,7 +137,9 @@ def packed_samples(
                 record, place = records[index], behind / max(total - 1, 1)
                 fitting, blocks = blocks_that_fit(record, config), len(record["blocks"])
                 if fitting:
-                    sample = pack_sample(record, config.noise.targets(fitting, place, rng), config, rng)
+                    phase = config.noise.phase(epoch, random.Random(f"{config.seed}/{block_size}/phase/{index}"))
+                    targets = config.noise.targets(fitting, place, rng, phase)
+                    sample = pack_sample(record, targets, config, rng, phase)
                     report.add(sample)
                     report.cut += fitting < blocks
                     yield sample
@@ -159,12 +158,12 @@ def packed_samples(
 
 
 def pack_sample(
-    record: Mapping[str, Any], targets: Sequence[Target], config: PackConfig, rng: random.Random
+    record: Mapping[str, Any], targets: Sequence[Target], config: PackConfig, rng: random.Random, phase: int = 0
 ) -> dict[str, Any]:
     """Packed sample of a trajectory record's first ``len(targets)`` blocks.
 
     A block's ``ratio`` is that of the state taken, its ``target`` the wanted one, None where the schedule wants none.
-    ``rng`` is used by random states alone.
+    ``rng`` is used by random states alone. ``phase`` is the shift of the windows that the targets were made with.
     """
     blocks = []
     for block, target in zip(record["blocks"], targets, strict=False):
@@ -180,6 +179,7 @@ def pack_sample(
         "block_size": record["block_size"],
         "context": config.context,
         "window": config.window,
+        "phase": phase,
         "blocks": blocks,
     }
 
@@ -250,27 +250,12 @@ def _checked(reader: ShardReader, index: int, block_size: int | None = None) -> 
         if block_size not in (None, record["block_size"]):
             raise ValueError(f"block_size is {record['block_size']}, but {block_size} at the start of the folder")
     except ValueError as error:
-        line = index + 1
-        for shard in reader.manifest.shards:
-            if line <= shard.records:
-                break
-            line -= shard.records
-        raise ShardError(
-            f"{str(reader.folder / shard.file)!r} line {line} is not a trajectory: {error}; make the folder again"
-        ) from None
+        raise ShardError(f"{reader.where(index)} is not a trajectory: {error}; make the folder again") from None
     return record
 
 
 def _fingerprint(reader: ShardReader) -> str:
     return hashlib.sha256("".join(shard.sha256 for shard in reader.manifest.shards).encode()).hexdigest()[:16]
-
-
-def _write_report(folder: Path, report: PackReport) -> None:
-    path = folder / MANIFEST
-    data = {**json.loads(path.read_bytes()), "report": asdict(report)}
-    temporary = path.with_name(f".{MANIFEST}.part")
-    temporary.write_text(json.dumps(data, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _bin(ratio: float) -> int:
