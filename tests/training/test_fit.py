@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import builtins
 import json
+import resource
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +20,10 @@ from jacobi_training import checkpoints
 from jacobi_training.cli import fit as command
 from jacobi_training.fit import FitResult, fit
 from jacobi_training.fit_config import FitConfig
-from jacobi_training.run_settings import SettingsError
+from jacobi_training.run_settings import SettingsError, only_writer, write_json
 from jacobi_training.shards import ShardError
+from jacobi_training.trajectories import model_fingerprint
+from tests.decoding.helpers import VOCAB
 from tests.training.fit_helpers import lines, same_weights, samples, save_model, tiny, weights, write_samples
 
 BASE = FitConfig(steps=4, batch_size=2, lr=3e-3, checkpoint_every=1)
@@ -248,9 +251,10 @@ def test_damaged_checkpoints_alone_are_an_error(inputs: tuple[Path, Path], unfin
 
 
 def test_a_checkpoint_of_another_model_is_refused(inputs: tuple[Path, Path], unfinished: Path) -> None:
-    (unfinished / "settings.json").unlink()
+    other, settings = tiny(hidden_size=64), json.loads((unfinished / "settings.json").read_text())
+    write_json(unfinished / "settings.json", settings | {"model": model_fingerprint(other)})
     with pytest.raises(checkpoints.CheckpointError, match="is of another model; delete"):
-        fit(tiny(hidden_size=64), inputs[1], unfinished, BASE, quiet=True)
+        fit(other, inputs[1], unfinished, BASE, quiet=True)
 
 
 def test_other_settings_are_refused(inputs: tuple[Path, Path], unfinished: Path, tmp_path: Path) -> None:
@@ -278,9 +282,58 @@ def test_bad_inputs(inputs: tuple[Path, Path], tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_of_something_else_is_left_alone(inputs: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("mine")
+    with pytest.raises(SettingsError, match=r"holds 'README\.md' but no settings\.json, .*name a new folder"):
+        fit(*inputs, tmp_path, BASE, quiet=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+    before = {path: path.read_bytes() for path in inputs[0].iterdir()}
+    with pytest.raises(SettingsError, match="name a new folder"):
+        fit(*inputs, inputs[0], BASE, quiet=True)
+    assert {path: path.read_bytes() for path in inputs[0].iterdir()} == before
+
+
+def test_one_process_at_a_time(inputs: tuple[Path, Path], tmp_path: Path) -> None:
+    with only_writer(tmp_path / "out"), pytest.raises(SettingsError, match="another process is writing to"):
+        fit(*inputs, tmp_path / "out", BASE, quiet=True)
+    assert not list((tmp_path / "out").iterdir())
+    fit(*inputs, tmp_path / "out", BASE, quiet=True)
+
+
+def test_samples_of_a_larger_vocabulary_are_refused(tmp_path: Path) -> None:
+    made = samples(2)
+    made[1]["answer_ids"][0] = made[1]["blocks"][0]["noisy"][0] = VOCAB
+    packed = write_samples(tmp_path / "packed", made)
+    with pytest.raises(ValueError, match=f"token {VOCAB}, the model's ids end at {VOCAB - 1}; pack"):
+        fit(tiny(), packed, tmp_path / "out", BASE, quiet=True)
+
+
+def test_a_full_disk_is_an_error_in_one_line(inputs: tuple[Path, Path], plain: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = (inputs[0] / "model.safetensors").stat().st_size
+    for limit, message in (
+        (size, "cannot write checkpoints to .*; make room"),
+        (size // 2, "cannot write the model to"),
+    ):
+        out = tmp_path / str(limit)
+        if limit < size:  # its checkpoints are there
+            shutil.copytree(plain, out)
+            (out / "finished.json").unlink()
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+            with pytest.raises(OSError, match=message) as error:
+                fit(*inputs, out, BASE, quiet=True)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert "\n" not in str(error.value)
+        fit(*inputs, out, BASE, quiet=True)
+        assert same_weights(out, plain)
+
+
 @pytest.mark.parametrize(
     ("option", "match"),
     [
+        ({"lora_modules": ("q_proj",)}, "lora_modules have no effect without adapters; give a lora_rank"),
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"lr": -1.0}, "lr must be at least 0, got -1"),
@@ -350,3 +403,6 @@ def test_the_command_trains(inputs: tuple[Path, Path], tmp_path: Path, capsys: p
     command.run(parser.parse_args([*map(str, arguments), "--batch-size", "3", "--threads", "1"]))
     assert "2 steps, AR loss" in capsys.readouterr().err.splitlines()[-1]
     assert isinstance(fit(*inputs, tmp_path / "out", FitConfig(steps=2, batch_size=3), quiet=True), FitResult)
+    (tmp_path / "out" / "metrics.jsonl").unlink()
+    command.run(parser.parse_args([*map(str, arguments), "--batch-size", "3"]))
+    assert "2 steps; the model is in" in capsys.readouterr().err.splitlines()[-1]

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from jacobi_decoding.cli import CommandError, main
 from jacobi_training.fit_config import FitConfig
 from jacobi_training.pack_config import PackConfig
 from jacobi_training.pipeline import PipelineConfig, add_pipeline_arguments, run, run_from_args
-from jacobi_training.run_settings import SettingsError
+from jacobi_training.run_settings import SettingsError, only_writer
 from jacobi_training.shards import load_manifest
 from jacobi_training.trajectory_config import TrajectoryConfig
 from tests.conftest import ROOT
@@ -113,6 +114,25 @@ def test_other_settings_are_refused(finished: Path, inputs: tuple[Path, Path], t
     with pytest.raises(SettingsError, match="--prompts"):
         run(inputs[0], other, finished, CONFIG, quiet=True)
     run(*inputs, finished, replace(CONFIG, fit=replace(CONFIG.fit, checkpoint_every=5)), quiet=True)
+
+
+def test_a_damaged_round_is_named(finished: Path, inputs: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    (out / "finished.json").unlink()
+    (out / "round-1-block-4" / "round.json").write_text("{")
+    with pytest.raises(ValueError, match=r"round-1-block-4/round\.json' is damaged; delete it and run"):
+        run(*inputs, out, CONFIG, quiet=True)
+    (out / "round-1-block-4" / "round.json").unlink()
+    run(*inputs, out, CONFIG, quiet=True)
+    assert (out / "README.md").read_text() == (finished / "README.md").read_text()
+
+
+def test_a_model_is_not_overwritten_and_one_process_runs_at_a_time(inputs: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="name a new folder"):
+        run(*inputs, inputs[0], CONFIG, quiet=True)
+    with only_writer(tmp_path / "out"), pytest.raises(SettingsError, match="another process is writing to"):
+        run(*inputs, tmp_path / "out", CONFIG, quiet=True)
 
 
 def options(inputs: tuple[Path, Path], out: Path) -> list[str]:

@@ -50,8 +50,8 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
             os.replace(temporary, target)
             for old in _found(folder)[:-KEPT]:
                 shutil.rmtree(folder / f"step-{old:08d}")
-        except OSError as error:
-            reason = error.strerror or error
+        except (OSError, RuntimeError) as error:  # torch.save raises the second when a file is cut short
+            reason = getattr(error, "strerror", None) or "a file was cut short"
             raise OSError(f"cannot write checkpoints to {str(folder)!r}: {reason}; make room there") from None
     ranks.wait()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -53,7 +54,7 @@ def write_checkpoint(model: PreTrainedModel, folder: Path, dtype: str, tokenizer
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         _move_into_place(temporary, folder, card)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise _cannot_write(folder, error) from None
 
 
@@ -78,10 +79,9 @@ def _move_into_place(temporary: Path, folder: Path, card: str) -> None:
     write_atomically(folder / CARD, card)
 
 
-def _cannot_write(folder: Path, error: OSError) -> OSError:
-    return OSError(
-        f"cannot write the model to {str(folder)!r}: {error.strerror or error}; make room and give access there"
-    )
+def _cannot_write(folder: Path, error: Exception) -> OSError:
+    reason = getattr(error, "strerror", None) or error
+    return OSError(f"cannot write the model to {str(folder)!r}: {reason}; make room and give access there")
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import hashlib
 import math
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from jacobi_training.fit_config import FREE_SETTINGS, FitConfig
 from jacobi_training.losses import Objective
 from jacobi_training.metrics import MetricLog, StepProgress, read_lines
 from jacobi_training.model import TrainingModel, with_lora
-from jacobi_training.run_settings import claim, write_json
+from jacobi_training.run_settings import claim, only_writer, write_json
 from jacobi_training.shards import MANIFEST, ShardReader
 from jacobi_training.trajectories import model_fingerprint
 
@@ -96,17 +97,18 @@ def fit(
 
     settings = {key: value for key, value in asdict(config).items() if key not in FREE_SETTINGS}
     data = hashlib.sha256((Path(packed_dir) / MANIFEST).read_bytes()).hexdigest()
-    if ranks.first:
-        claim(out / SETTINGS, {**settings, "model": model_fingerprint(model), "packed": data})
-    ranks.wait()
-    if not (out / FINISHED).exists():
-        trained, state = _train(model, feed, out, config, ranks, title, quiet)
+    with only_writer(out) if ranks.first else nullcontext():
         if ranks.first:
-            metrics = read_lines(out / METRICS)
-            card = fit_card(name, samples.manifest, config, metrics)
-            write_checkpoint(merged_copy(trained, state), out, config.save_dtype, tokenizer, card)
-            write_json(out / FINISHED, {"steps": feed.steps})
+            claim(out / SETTINGS, {**settings, "model": model_fingerprint(model), "packed": data})
         ranks.wait()
+        if not (out / FINISHED).exists():
+            trained, state = _train(model, feed, out, config, ranks, title, quiet)
+            if ranks.first:
+                metrics = read_lines(out / METRICS)
+                card = fit_card(name, samples.manifest, config, metrics)
+                write_checkpoint(merged_copy(trained, state), out, config.save_dtype, tokenizer, card)
+                write_json(out / FINISHED, {"steps": feed.steps})
+            ranks.wait()
     return FitResult(out, feed.steps, read_lines(out / METRICS))
 
 

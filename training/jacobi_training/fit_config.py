@@ -113,6 +113,8 @@ class FitConfig:
             if not low <= getattr(self, name) <= high or math.isinf(getattr(self, name)):
                 most = "" if math.isinf(high) else f" and at most {high}"
                 raise ValueError(f"{name} must be at least {low}{most}, got {getattr(self, name)}")
+        if self.lora_modules and not self.lora_rank:
+            raise ValueError("lora_modules have no effect without adapters; give a lora_rank, or leave them out")
         check_objective(self.ar_weight, self.consistency_weight, self.consistency, self.temperature)
 
     def learning_rate(self, step: int, steps: int) -> float:

@@ -69,6 +69,7 @@ class TrainingModel(nn.Module):
         self.objective = objective
         self.autocast = precision == "bfloat16"
         self.limit = position_limit(base.get_decoder())
+        self.vocabulary = base.get_input_embeddings().num_embeddings
         self._attention_before = base.get_decoder().config._attn_implementation
         self.transform = _probe(base)
         self.train()
@@ -100,6 +101,11 @@ class TrainingModel(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """[2] float32: the sums of the batch's AR terms and consistency terms (see :mod:`jacobi_training.losses`)."""
+        if (most := int(batch.tokens.max())) >= self.vocabulary:
+            raise ValueError(
+                f"a sample has token {most}, the model's ids end at {self.vocabulary - 1}; "
+                "pack trajectories of this model, or of one with its tokenizer"
+            )
         if self.limit.tokens is not None:
             self.limit.check(int(batch.positions.max()) + 1)
         base = self.base

@@ -146,7 +146,7 @@ def run(
     from jacobi_training.distributed import join_ranks
     from jacobi_training.export import FINISHED, SETTINGS, copy_checkpoint
     from jacobi_training.prompts import read_prompts
-    from jacobi_training.run_settings import claim, write_json
+    from jacobi_training.run_settings import claim, only_writer, write_json
     from jacobi_training.trajectories import model_fingerprint
 
     config = config or PipelineConfig()
@@ -154,22 +154,30 @@ def run(
     loaded = load_model(model, torch.float32)
     read = read_prompts(prompts, loaded.tokenizer, chat_template=config.chat_template)
     digest = hashlib.sha256(json.dumps([[p.index, *p.ids] for p in read]).encode()).hexdigest()
-    if ranks.first:
-        claim(out / SETTINGS, {"model": model_fingerprint(loaded.model), "prompts": digest, **config.settings()})
-    ranks.wait()
-    source: str | Path = loaded.source
-    for index, size in enumerate(config.block_sizes):
-        folder = out / f"round-{index + 1}-block-{size}"
-        if not (folder / ROUND).exists():
-            _round(source, read, folder, index, config, ranks, quiet)
-        source = folder / "fit"
-    if ranks.first and not (out / FINISHED).exists():
-        rounds = sorted(out.glob(f"round-*/{ROUND}"), key=lambda path: int(path.parent.name.split("-")[1]))
-        summaries = [json.loads(path.read_text(encoding="utf-8")) for path in rounds]
-        copy_checkpoint(Path(source), out, run_card(loaded.name, len(read), config.settings(), summaries))
-        write_json(out / FINISHED, {"rounds": len(summaries)})
-    ranks.wait()
+    with only_writer(out) if ranks.first else nullcontext():
+        if ranks.first:
+            claim(out / SETTINGS, {"model": model_fingerprint(loaded.model), "prompts": digest, **config.settings()})
+        ranks.wait()
+        source: str | Path = loaded.source
+        for index, size in enumerate(config.block_sizes):
+            folder = out / f"round-{index + 1}-block-{size}"
+            if not (folder / ROUND).exists():
+                _round(source, read, folder, index, config, ranks, quiet)
+            source = folder / "fit"
+        if ranks.first and not (out / FINISHED).exists():
+            rounds = sorted(out.glob(f"round-*/{ROUND}"), key=lambda path: int(path.parent.name.split("-")[1]))
+            summaries = [_read_round(path) for path in rounds]
+            copy_checkpoint(Path(source), out, run_card(loaded.name, len(read), config.settings(), summaries))
+            write_json(out / FINISHED, {"rounds": len(summaries)})
+        ranks.wait()
     return out
+
+
+def _read_round(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        raise ValueError(f"{str(path)!r} is damaged; delete it and run the same command again") from None
 
 
 def _round(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 
 class SettingsError(ValueError):
-    """A folder that was begun with other settings; one line that names the option and the remedy."""
+    """A folder that is not this run's; one line that says why and names the remedy."""
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -31,18 +33,19 @@ def write_json(path: Path, data: Any) -> None:
 def claim(path: Path, settings: Mapping[str, Any]) -> None:
     """Write ``settings`` (what JSON can hold) to ``path``, or compare them with those that are there.
 
-    Raises SettingsError when a setting differs, OSError when the folder cannot be written.
+    Raises SettingsError when a setting differs or the folder holds files of something else, OSError when it cannot be
+    written.
     """
     wanted = json.loads(json.dumps(dict(settings)))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
+            _refuse_others(path)
             write_json(path, wanted)
             return
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        reason = error.strerror or error
-        raise OSError(f"cannot write to {str(path.parent)!r}: {reason}; make room and give access there") from None
+        raise _cannot_write(path.parent, error) from None
     try:
         found = dict(json.loads(text))
     except (ValueError, TypeError):
@@ -54,6 +57,42 @@ def claim(path: Path, settings: Mapping[str, Any]) -> None:
                 f"{str(path.parent)!r} was begun with {option} {_short(found.get(name))}, now it is "
                 f"{_short(wanted.get(name))}; give the same {option} or name another folder"
             )
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Keep other processes from running in ``folder``, which is made when it does not exist; a kill ends it too.
+
+    Raises SettingsError when another process is at work there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise _cannot_write(folder, error) from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SettingsError(
+                f"another process is writing to {str(folder)!r}; wait for it, or name another folder"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _refuse_others(path: Path) -> None:
+    """A run writes files of common names (README.md, config.json), so it begins in a folder without any."""
+    other = min((p.name for p in path.parent.iterdir() if not p.name.startswith(".")), default=None)
+    if other is not None:
+        raise SettingsError(
+            f"{str(path.parent)!r} holds {other!r} but no {path.name}, so it is not of this run; name a new folder"
+        )
+
+
+def _cannot_write(folder: Path, error: OSError) -> OSError:
+    return OSError(f"cannot write to {str(folder)!r}: {error.strerror or error}; make room and give access there")
 
 
 def _short(value: Any) -> str:

@@ -104,8 +104,8 @@ def run(args: argparse.Namespace) -> None:
     shared.set_threads(args)
     result = fit(args.model, args.packed, args.out, config)
     if join_ranks().first:
-        last = result.metrics[-1]
-        note(
-            f"{result.steps} steps, AR loss {last['ar_loss']:.4g}, consistency loss {last['consistency_loss']:.4g}; "
-            f"the model is in {str(result.out)!r}"
-        )
+        losses = ""
+        if result.metrics:  # metrics.jsonl of a finished run may be gone
+            last = result.metrics[-1]
+            losses = f", AR loss {last['ar_loss']:.4g}, consistency loss {last['consistency_loss']:.4g}"
+        note(f"{result.steps} steps{losses}; the model is in {str(result.out)!r}")
