@@ -266,6 +266,13 @@ def test_samples_that_do_not_fit_are_counted() -> None:
         packed(records[1:], max_length=21)
 
 
+def test_no_folder_is_begun_with_nothing_to_pack(tmp_path: Path) -> None:
+    source = folder(tmp_path / "in", RECORDS)
+    with pytest.raises(ValueError, match="nothing to pack"):
+        write_packed([source], tmp_path / "out", PackConfig(max_length=1))
+    assert not (tmp_path / "out").exists()
+
+
 def test_answers_that_end_inside_a_block_or_have_one_token() -> None:
     for record, sizes in ((EOS_RECORD, [8, 2]), (trajectory(4, 1, 8), [1]), (trajectory(5, 9, 8), [8, 1])):
         for options in ({}, {"mode": "local"}, {"mode": "global"}, {"schedule": "cyclic"}):

@@ -68,6 +68,8 @@ def test_token_ids_need_no_tokenizer(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ('{"prompt": ', "not valid JSON"),
+        ('{"prompt": ' + "[" * 100000, "not valid JSON"),
+        ('{"prompt": "one \\ud800"}', "'prompt' has half of a surrogate pair"),
         ("[1]", "expected a JSON object"),
         ({"text": "one"}, "no prompt; a record needs 'prompt_ids', 'messages', 'prompt' or 'question'"),
         ({"prompt": 3}, "'prompt' must be text, got 3"),

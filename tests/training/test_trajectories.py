@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from jacobi_decoding import JacobiDecoder, cli
+from jacobi_decoding.errors import UnsupportedModelError
 from jacobi_training.cli import trajectories as command
 from jacobi_training.prompts import Prompt
 from jacobi_training.shards import MANIFEST, ShardError, ShardReader, read_records, shard_name
@@ -23,7 +24,7 @@ from jacobi_training.trajectories import (
     model_fingerprint,
     write_trajectories,
 )
-from tests.decoding.helpers import VOCAB, family
+from tests.decoding.helpers import VOCAB, build, family
 from tests.decoding.helpers import prompts as token_prompts
 
 CONFIG = TrajectoryConfig(block_size=6, max_new_tokens=27, repeats=0, batch_size=3, shard_size=3)
@@ -356,6 +357,9 @@ def test_what_is_refused(llama: Any, tmp_path: Path) -> None:
         write_trajectories(llama, [Prompt(4, (1, VOCAB))], tmp_path / "a", CONFIG)
     with pytest.raises(ValueError, match="at least one prompt"):
         write_trajectories(llama, [], tmp_path / "b", CONFIG)
+    with pytest.raises(UnsupportedModelError, match="keep prompt and new tokens within"):
+        write_trajectories(build("GPT2LMHeadModel", "GPT2Config"), [Prompt(0, (1,) * 2000)], tmp_path / "c", CONFIG)
+    assert not list(tmp_path.iterdir())  # no folder is begun with prompts that cannot be used
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 from jacobi_training.layout import block_sizes, check_fields, check_ids, count_rows
@@ -107,10 +108,12 @@ def write_packed(
     readers = [ShardReader(folder, "trajectories") for folder in trajectory_dirs]
     sources = _by_block_size(readers)
     models = {reader.manifest.model for reader in readers}
+    report = PackReport()
+    samples = packed_samples(sources, config, report, progress)
+    first = next(samples)  # or an error, before the folder is begun with these settings
     settings = {"trajectories": [_fingerprint(reader) for reader in readers], **asdict(config)}
     writer = ShardWriter(out_dir, KIND, settings, model=models.pop() if len(models) == 1 else None)
-    report = PackReport()
-    writer.write_all(packed_samples(sources, config, report, progress), SHARD_SIZE, report=lambda: asdict(report))
+    writer.write_all(chain([first], samples), SHARD_SIZE, report=lambda: asdict(report))
     return report
 
 

@@ -77,6 +77,8 @@ class _Encoder:
             ids = self._chat(where, _messages(where, value))
         elif not isinstance(value, str):
             raise PromptError(f"{where}: {name!r} must be text, got {_short(value)}")
+        elif any("\ud800" <= c <= "\udfff" for c in value):
+            raise PromptError(f"{where}: {name!r} has half of a surrogate pair, which is no character; remove it")
         elif self.chat_template:
             ids = self._chat(where, [{"role": "user", "content": value}])
         else:
@@ -132,7 +134,7 @@ def _parse(path: Path, number: int, line: bytes) -> Mapping[str, Any]:
         record = json.loads(line.decode())
     except UnicodeDecodeError:
         raise PromptError(f"{where}: not UTF-8 text; convert the file first") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PromptError(f"{where}: not valid JSON ({error}); one object a line is expected") from None
     if not isinstance(record, dict):
         raise PromptError(f"{where}: expected a JSON object, got {_short(record)}")

@@ -143,8 +143,8 @@ class ShardWriter:
         data = "".join(line + "\n" for line in lines).encode()
         shard = Shard(shard_name(index), len(lines), hashlib.sha256(data).hexdigest())
         try:
-            _write_atomically(self.folder / shard.file, data)
-            with self._locked():  # other processes list their shards as well
+            with self._locked():  # other processes list their shards as well, or write the same one
+                _write_atomically(self.folder / shard.file, data)
                 self.manifest = load_manifest(self.folder)
                 others = [s for s in self.manifest.shards if s.file != shard.file]
                 self.manifest.shards = sorted([*others, shard], key=lambda s: s.file)

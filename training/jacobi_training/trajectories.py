@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 
+from jacobi_decoding.adapter import base_model
 from jacobi_decoding.batching import end_row, stop_lists
 from jacobi_decoding.engine import choose_engine
+from jacobi_decoding.position_limit import position_limit
 from jacobi_decoding.sampling import SamplingParams
 from jacobi_kernels.checks import whole_number
 from jacobi_kernels.state import MAX_TOKEN, DecodeState, StateColumn
@@ -235,6 +237,9 @@ def write_trajectories(
     taken = distinct[: config.limit]
     if not taken:
         raise ValueError("prompts must hold at least one prompt")
+    # Before the folder is begun with these prompts.
+    _check_prompts(taken, model.get_output_embeddings().weight.shape[0])
+    position_limit(base_model(model).get_decoder()).check(max(len(p.ids) for p in taken) + config.max_new_tokens)
     shards = [taken[i : i + config.shard_size] for i in range(0, len(taken), config.shard_size)]
     stops = stop_tokens(model, tokenizer, config)
     settings = {k: v for k, v in asdict(config).items() if k != "batch_size"} | {
