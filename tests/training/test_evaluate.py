@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from jacobi_training import model_runs
 from jacobi_training.block_metrics import block_metrics, fast_forwarded, stationary
 from jacobi_training.cli import evaluate as command
 from jacobi_training.decode_runs import AR, MULTI_BLOCK, Decoded, Run, decode, plain, ratio_interval
-from jacobi_training.evaluate import EvaluationConfig, evaluate
-from jacobi_training.prompt_lookup import prompt_lookup
+from jacobi_training.evaluate import EvaluationConfig, ModelRuns, evaluate, read_records
+from jacobi_training.prompt_lookup import LOOKUP_TOKENS, prompt_lookup
 from jacobi_training.report import print_report, rows_of
+from tests.decoding.helpers import build
 
 WORDS = 64
 STOPS = [2, 13, 24, 35, 46, 57]
@@ -321,6 +323,26 @@ def test_max_new_tokens_and_positions(folder: Path, loaded: Any, tmp_path: Path)
     path.write_text(json.dumps({"prompt_ids": [5] * 127}) + "\n")
     with pytest.raises(ValueError, match="prompt 1 has 127 tokens"):
         evaluate(loaded, None, path, config, quiet)
+
+
+def test_lines_end_at_newlines_only(folder: Path, loaded: Any, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    texts = ["5 \u2028 9", "5 \x85 7", "3"]
+    path.write_text("".join(json.dumps({"prompt": t}, ensure_ascii=False) + "\n" for t in texts), encoding="utf-8")
+    assert [record["prompt"] for record in read_records(path, None)] == texts
+
+
+def test_answers_end_before_the_last_position(loaded: Any, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "5 9", "answer": "7 " * 60}) + "\n")
+    model = build("GPT2LMHeadModel", "GPT2Config", max_position_embeddings=40)
+    gpt2 = replace(loaded, model=model)
+    result = evaluate(gpt2, None, path, EvaluationConfig(max_new_tokens=99, block_sizes=(4,)), quiet)
+    assert result["ar_identical"]
+    assert 2 <= result["answer_tokens"] <= 40 - LOOKUP_TOKENS - 2
+    assert result["perplexity"] > 1
+    path.write_text(json.dumps({"prompt": "5 9", "answer": ""}) + "\n")
+    assert ModelRuns("model", loaded, path, EvaluationConfig(), quiet).perplexity([""]) is not None  # the stop token
 
 
 @pytest.mark.parametrize(

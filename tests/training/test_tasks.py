@@ -51,6 +51,24 @@ def test_numbers(value: float, text: str, correct: bool) -> None:
     assert bool(verdict.reason) is not correct
 
 
+def test_records_that_cannot_be_checked_are_of_no_task() -> None:
+    good = number(3)
+    assert find_task("auto", [good]) is not None
+    for check in (
+        {"kind": ["number"], "value": 3},
+        {"kind": "number", "value": "3"},
+        {"kind": "number", "value": True},
+        {"kind": "number"},
+        {"kind": "sql", "setup": 5, "query": "SELECT 1"},
+        {"kind": "sql", "setup": ""},
+        {},
+        3,
+    ):
+        assert find_task("auto", [good, {**good, "check": check}]) is None
+        with pytest.raises(ValueError, match="prompt 2 is not of task 'worded'"):
+            find_task("worded", [good, {**good, "check": check}])
+
+
 GOLD = "SELECT name FROM staff WHERE age = 30"
 
 

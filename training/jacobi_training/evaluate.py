@@ -34,7 +34,7 @@ def shipped_prompts() -> Path:
 
 def read_records(path: Path, limit: int | None) -> list[Record]:
     """The first ``limit`` objects of a .jsonl file whose lines ``read_prompts`` has accepted."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_bytes().split(b"\n")  # str.splitlines also splits at characters that JSON may hold
     return [json.loads(line) for line in lines if line.strip()][:limit]
 
 

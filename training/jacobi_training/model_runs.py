@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from jacobi_decoding import JacobiDecoder
+from jacobi_decoding.adapter import base_model
 from jacobi_decoding.loading import LoadedModel
+from jacobi_decoding.position_limit import position_limit
 from jacobi_training.block_metrics import block_metrics
 from jacobi_training.decode_runs import Decoded, Interval, Run, decode, ratio_interval
-from jacobi_training.prompt_lookup import prompt_lookup
+from jacobi_training.prompt_lookup import LOOKUP_TOKENS, prompt_lookup
 from jacobi_training.prompts import Prompt, read_prompts
 from jacobi_training.tasks import Record, Task, Verdict
 from jacobi_training.trajectories import TrajectoryConfig, generate_trajectories, stop_tokens
@@ -61,6 +63,7 @@ class ModelRuns:
         template = bool(self.tokenizer.chat_template) and not config.raw
         self.prompts = read_prompts(path, self.tokenizer, chat_template=template)[: config.limit]
         self.ids = [list(p.ids) for p in self.prompts]
+        self.positions = self._positions()
         self.limits = [self._room(p) for p in self.prompts]
         self.stops = stop_tokens(loaded.model, self.tokenizer, TrajectoryConfig())
         self.runs: dict[str, Run] = {}
@@ -68,9 +71,16 @@ class ModelRuns:
         self.blocks: dict[str, Any] | None = None
         self.verdicts: list[Verdict] | None = None
 
-    def _room(self, prompt: Prompt) -> int:
-        """Most new tokens: as asked for, and no more positions than the model was made for."""
+    def _positions(self) -> int | None:
+        """Most tokens of prompt and answer: positions that the model was made for."""
         most = getattr(self.loaded.model.config.get_text_config(), "max_position_embeddings", None)
+        fixed = position_limit(base_model(self.loaded.model).get_decoder()).tokens
+        # Prompt lookup evaluates guesses behind an answer's end, which need a position too.
+        return most if fixed is None else fixed - LOOKUP_TOKENS
+
+    def _room(self, prompt: Prompt) -> int:
+        """Most new tokens: as asked for, and no more positions than there are."""
+        most = self.positions
         room = self.config.max_new_tokens if most is None else min(self.config.max_new_tokens, most - len(prompt.ids))
         if room < 2:
             raise ValueError(
@@ -151,17 +161,21 @@ class ModelRuns:
                 advance(1)
 
     @torch.no_grad()
-    def perplexity(self, answers: Sequence[str]) -> float:
-        """exp of the mean negative log-likelihood of the answers' tokens, the stop token included."""
+    def perplexity(self, answers: Sequence[str]) -> float | None:
+        """exp of the mean negative log-likelihood of the answers' tokens, the stop token included.
+
+        Tokens beyond the model's positions are left out; None when there are none at all.
+        """
         total, count = 0.0, 0
         with self.parts(f"{self.name}: perplexity", len(answers)) as advance:
             for ids, answer in zip(self.ids, answers, strict=True):
                 new = [*self.tokenizer(answer, add_special_tokens=False)["input_ids"], *self.stops[:1]]
+                new = new if self.positions is None else new[: self.positions - len(ids)]
                 logits = self.loaded.model(torch.tensor([ids + new])).logits[0, len(ids) - 1 : -1].float()
                 total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(new), reduction="sum"))
                 count += len(new)
                 advance(1)
-        return math.exp(total / count)
+        return math.exp(total / count) if count else None
 
     def latency(self, settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, float | None]]:
         """Median milliseconds of a decode step, one prompt at a time, and the query tokens that it evaluates."""

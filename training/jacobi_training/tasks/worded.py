@@ -35,8 +35,12 @@ class QueryError(ValueError):
 
 def matches(record: Mapping[str, Any]) -> bool:
     check = record.get("check")
-    needs = {"number": ("value",), "sql": ("setup", "query")}
-    return isinstance(check, dict) and all(k in check for k in needs.get(check.get("kind", ""), ("no such kind",)))
+    if not isinstance(check, dict):
+        return False
+    if check.get("kind") == "number":
+        value = check.get("value")
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return check.get("kind") == "sql" and all(isinstance(check.get(name), str) for name in ("setup", "query"))
 
 
 def reference(record: Mapping[str, Any]) -> str | None:
