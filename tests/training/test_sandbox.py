@@ -108,6 +108,16 @@ def test_its_folder_is_empty_and_goes_away() -> None:
     assert not Path(outcome.message.removeprefix("ValueError: ")).exists()
 
 
+def test_its_folder_goes_away_however_deep_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert run_python("import os\nfor _ in range(1500):\n    os.mkdir('d')\n    os.chdir('d')").passed
+    assert not list(tmp_path.iterdir())
+
+
+def test_messages_can_be_written() -> None:
+    assert run_python("raise ValueError('\\ud800')", SMALL).message == "ValueError: \\ud800"
+
+
 def test_no_network_no_signals_no_new_limits() -> None:
     protected("seccomp")
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -98,8 +100,17 @@ def run_python(code: str, limits: Limits | None = None) -> Outcome:
     return Outcome(status, message, seconds, tuple(verdict.get("protections", ())))
 
 
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="jacobi-sandbox-", ignore_cleanup_errors=True)
+@contextmanager
+def _folder() -> Iterator[str]:
+    """An empty directory, removed behind the run with whatever the code left there."""
+    folder = tempfile.mkdtemp(prefix="jacobi-sandbox-")
+    try:
+        yield folder
+    finally:
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+        except RecursionError:  # folders nested by the thousand, which rm does not recurse into
+            subprocess.run(["rm", "-rf", folder], check=False)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -133,4 +144,5 @@ def _judge(exit_code: int | None, verdict: dict[str, Any], limits: Limits) -> tu
         return "killed", f"ended by {signal.Signals(-exit_code).name}"
     if "status" not in verdict:
         return "exited", f"ended the process with exit code {exit_code} before its end"
-    return verdict["status"], verdict["message"]
+    # What the code raised may hold halves of surrogate pairs, which no file takes.
+    return verdict["status"], verdict["message"].encode(errors="backslashreplace").decode()
