@@ -1,0 +1,64 @@
+"""How Triton kernels are launched, counted and described for an offline compile.
+
+Every launch goes through :func:`launch`, which counts it under the name of the op that asked for it. With
+``TRITON_INTERPRET=1`` (read by Triton when a kernel is decorated, so before the first import of this package) kernels
+run on CPU tensors, float32 only: the interpreter's bfloat16 arithmetic is not that of any device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+INTERPRETED: bool = bool(knobs.runtime.interpret)
+
+launches: Counter[str] = Counter()
+"""Launches of every op since the process began; a decoder reports differences."""
+
+
+@dataclass(frozen=True)
+class CompileCase:
+    """One specialisation of a kernel, as ``make gpu-compile`` compiles it.
+
+    kernel: the function under ``triton.jit``. signature: type of every argument in order ("*bf16", "*fp32", "*i32",
+    "*i64", "*u8", "i32", "fp32", "constexpr"). constexprs: the constants. uses_mma: matrix instructions must appear in
+    the compiled code. may_spill: registers may spill (kernels that are not on the decode path).
+    """
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    uses_mma: bool = False
+    may_spill: bool = False
+    attributes: Mapping[str, int] = field(default_factory=dict)  # argument -> divisor that its value is known to have
+
+
+def launch(op: str, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Launch ``kernel[grid](*args, **options)`` and count it under ``op``; an empty grid launches nothing."""
+    if any(size == 0 for size in grid):
+        return
+    launches[op] += 1
+    kernel[grid](*args, **options)
+
+
+def check_runs_here(op: str, *tensors: Tensor | None) -> None:
+    """Raise RuntimeError in one line when Triton cannot run ``op`` on these tensors."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if tensor.device.type == "cpu":
+            if not INTERPRETED:
+                raise RuntimeError(
+                    f"{op}: the Triton backend runs CPU tensors in its interpreter only: set TRITON_INTERPRET=1"
+                )
+            if tensor.dtype == torch.bfloat16:
+                raise RuntimeError(f"{op}: Triton's interpreter computes float32 only: use float32 tensors")
