@@ -56,6 +56,19 @@ class StateColumn(IntEnum):
     """Tokens emitted by the last step."""
     FIXED_POINT = 12
     """1 when the last step accepted its whole main chain."""
+    ERROR = 13
+    """Why a GPU step stopped the sequence, which it left unchanged: a key of :data:`STEP_ERRORS`; 0 is fine. CPU ops
+    raise instead and leave it 0."""
+
+
+STEP_ERRORS = {
+    1: "the block layout breaks a rule",
+    2: "a token is outside the vocabulary",
+    3: "a cache length is out of range",
+    4: "the page table names a page outside the cache",
+    5: "a column of the decode state is out of range",
+}
+"""What the codes of ``StateColumn.ERROR`` mean, as in csrc/common/state.h."""
 
 
 @dataclass

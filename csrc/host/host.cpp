@@ -52,6 +52,7 @@ py::dict state_columns() {
   columns["WINNER"] = static_cast<int>(jacobi::kWinner);
   columns["EMITTED"] = static_cast<int>(jacobi::kEmitted);
   columns["FIXED_POINT"] = static_cast<int>(jacobi::kFixedPoint);
+  columns["ERROR"] = static_cast<int>(jacobi::kError);
   return columns;
 }
 
