@@ -8,10 +8,10 @@ from the chain's first token. Starts are fixed; a step only changes lengths.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from numbers import Integral
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -225,6 +225,13 @@ class DecodeState:
         none_accepted = torch.zeros(batch, dtype=torch.int32)
         self.redraft(nothing, nothing, none_accepted, none_accepted.bool())
         return self
+
+    def to(self, device: torch.device | str) -> DecodeState:
+        """The same state with its tensors on ``device``; tensors that are there already are shared."""
+        tensors: dict[str, Any] = {
+            f.name: t.to(device) for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor)
+        }
+        return replace(self, **tensors)
 
     def redraft(self, predictions: Tensor, accepted_rows: Tensor, num_accepted: Tensor, fixed_point: Tensor) -> None:
         """Call :func:`jacobi_kernels.ops.redraft` on this state with the results of ``argmax_verify``."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 
@@ -133,8 +133,8 @@ class StepWeights:
     """What ``multi_block_step`` takes as its first two arguments.
 
     Attributes:
-        blob: uint8 [bytes], 64-byte aligned parts.
-        descriptor: int64 [header + layers * layer fields] on the CPU.
+        blob: uint8 [bytes], 64-byte aligned parts, on the device that runs the step.
+        descriptor: int64 [header + layers * layer fields], always on the CPU: the host reads sizes from it.
     """
 
     blob: Tensor
@@ -155,11 +155,16 @@ class StepWeights:
     def dtype(self) -> torch.dtype:
         return DTYPES[self[DescriptorField.WEIGHT_TYPE]]
 
+    def to(self, device: torch.device | str) -> StepWeights:
+        """The same weights with the blob on ``device``."""
+        return replace(self, blob=self.blob.to(device))
+
     def allocate_cache(self, batch: int, capacity: int) -> tuple[Tensor, Tensor]:
-        """Key and value caches, each [layers, batch, capacity, kv_heads, head_dim] of the weights' dtype."""
+        """Key and value caches beside the blob, each [layers, batch, capacity, kv_heads, head_dim] of its dtype."""
         f = DescriptorField
         shape = (self.num_layers, batch, capacity, self[f.KV_HEADS], self[f.HEAD_DIM])
-        return torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype)
+        k_cache, v_cache = (torch.zeros(shape, dtype=self.dtype, device=self.blob.device) for _ in range(2))
+        return k_cache, v_cache
 
 
 def float_bits(value: float) -> int:
