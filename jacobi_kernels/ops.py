@@ -22,6 +22,9 @@ value; the message names the op, the argument, what it got and what it expected.
 
 from __future__ import annotations
 
+import os
+from importlib import import_module
+
 import torch
 from torch import Tensor
 
@@ -525,8 +528,10 @@ def multi_block_step(
     )
 
 
-def step_workspace_size(descriptor: Tensor, rows: int, batch: int, num_segments: int) -> int:
-    """Bytes of workspace that :func:`multi_block_step` needs with as many threads as torch has now.
+def step_workspace_size(
+    descriptor: Tensor, rows: int, batch: int, num_segments: int, *, device: torch.device | str = "cpu"
+) -> int:
+    """Bytes of workspace that :func:`multi_block_step` needs, on CPUs with as many threads as torch has now.
 
     Parameters
     ----------
@@ -534,12 +539,17 @@ def step_workspace_size(descriptor: Tensor, rows: int, batch: int, num_segments:
         ``[words]`` int64, from :func:`jacobi_kernels.step_weights.pack_step_weights`.
     rows, batch, num_segments : int
         T, B and S: the sizes of ``tokens``, ``cache_seqlens`` and ``segments``.
+    device : torch.device or str
+        Where the step runs.
 
     Returns
     -------
     int
         The least size of a uint8 tensor.
     """
+    if torch.device(device).type == "cuda" or os.environ.get("JACOBI_BACKEND") == "triton":
+        step = import_module("jacobi_kernels.triton.multi_block_step")
+        return int(step.step_workspace_size(descriptor, rows, batch, num_segments))
     return int(_jacobi.step_workspace_size.default(descriptor, rows, batch, num_segments))
 
 

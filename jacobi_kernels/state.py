@@ -193,8 +193,7 @@ class DecodeState:
         state = torch.zeros(batch, STATE_COLUMNS, dtype=torch.int32)
         stop = torch.full((batch, max(map(len, stops))), -1, dtype=torch.int32)
         segments = torch.zeros(batch, 1 + candidates, 4, dtype=torch.int32)
-        segments[:, :, 0] = torch.arange(batch, dtype=torch.int32)[:, None] * rows
-        segments[:, 1:, 0] += chain_capacity + torch.arange(candidates, dtype=torch.int32) * (block_size - 1)
+        segments[:, :, 0] = _segment_starts(batch, chain_capacity, candidates, block_size)
         segments[:, 0, 2] = -1
         segments[:, 1:, 2] = (torch.arange(batch, dtype=torch.int32) * (1 + candidates))[:, None]
         for b, prompt in enumerate(prompts):
@@ -232,6 +231,27 @@ class DecodeState:
             f.name: t.to(device) for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor)
         }
         return replace(self, **tensors)
+
+    def narrowed(self) -> DecodeState:
+        """The same state with ``blocks * block_size`` slots for main chains, all that decode steps use.
+
+        For a state whose prompts have been taken in; wide chains are for prompts. Tensors are shared but for
+        ``tokens``, ``segments`` and ``cu_seqlens_q``. (CPU kernels skip empty slots, GPU kernels evaluate them.)
+        """
+        chain, drafts = self.blocks * self.block_size, self.candidates * (self.block_size - 1)
+        wide = self.rows_per_sequence - drafts
+        tokens = self.tokens.view(self.batch, -1)
+        segments = self.segments.clone().view(self.batch, -1, 4)
+        starts = _segment_starts(self.batch, chain, self.candidates, self.block_size)
+        segments[:, :, 0] = starts.to(segments.device)
+        segments[:, 0, 1].clamp_(max=chain)
+        bounds = torch.arange(self.batch + 1, dtype=torch.int32) * (chain + drafts)
+        return replace(
+            self,
+            tokens=torch.cat([tokens[:, :chain], tokens[:, wide:]], dim=1).view(-1),
+            segments=segments.view(-1, 4),
+            cu_seqlens_q=bounds.to(self.tokens.device),
+        )
 
     def redraft(self, predictions: Tensor, accepted_rows: Tensor, num_accepted: Tensor, fixed_point: Tensor) -> None:
         """Call :func:`jacobi_kernels.ops.redraft` on this state with the results of ``argmax_verify``."""
@@ -299,6 +319,14 @@ class DecodeState:
         """All tokens emitted for sequence ``b`` so far."""
         row = self.state[b]
         return cast("list[int]", self.text[b, row[StateColumn.PROMPT_LEN] : row[StateColumn.TEXT_LEN]].tolist())
+
+
+def _segment_starts(batch: int, chain_capacity: int, candidates: int, block_size: int) -> Tensor:
+    """``[B, 1 + C]`` int32: first query row of every main chain and candidate."""
+    rows = chain_capacity + candidates * (block_size - 1)
+    starts = torch.arange(batch, dtype=torch.int32)[:, None].repeat(1, 1 + candidates) * rows
+    starts[:, 1:] += chain_capacity + torch.arange(candidates, dtype=torch.int32) * (block_size - 1)
+    return starts
 
 
 def _check_tokens(name: str, tokens: Sequence[int]) -> None:

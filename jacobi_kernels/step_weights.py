@@ -173,9 +173,10 @@ def float_bits(value: float) -> int:
 
 
 class _Blob:
-    """Parts appended at aligned offsets."""
+    """Parts appended at aligned offsets, on one device."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.parts: list[Tensor] = []
         self.size = 0
 
@@ -183,24 +184,24 @@ class _Blob:
         """Offset of `part` in the blob, or -1 for None."""
         if part is None:
             return -1
-        data = part.contiguous().view(-1).view(torch.uint8)
+        data = part.to(self.device).contiguous().view(-1).view(torch.uint8)
         offset = self.size
         self.parts.append(data)
         padding = -data.numel() % ALIGNMENT
         if padding:
-            self.parts.append(torch.zeros(padding, dtype=torch.uint8))
+            self.parts.append(torch.zeros(padding, dtype=torch.uint8, device=self.device))
         self.size += data.numel() + padding
         return offset
 
     def tensor(self) -> Tensor:
-        blob = aligned_bytes(self.size)
+        blob = aligned_bytes(self.size, self.device)
         torch.cat(self.parts, out=blob)
         return blob
 
 
-def aligned_bytes(size: int) -> Tensor:
+def aligned_bytes(size: int, device: torch.device | str = "cpu") -> Tensor:
     """uint8 [size], zeroed, starting at a multiple of 64 bytes."""
-    memory = torch.zeros(size + ALIGNMENT, dtype=torch.uint8)
+    memory = torch.zeros(size + ALIGNMENT, dtype=torch.uint8, device=device)
     start = -memory.data_ptr() % ALIGNMENT
     return memory[start : start + size]
 
@@ -234,7 +235,8 @@ class _Source:
         if not any(n + ".bias" in self.tensors for n in names):
             return None
         pairs = zip(names, rows, strict=True)
-        return torch.cat([self.optional(n + ".bias", r, torch.zeros(r)) for n, r in pairs])  # type: ignore[misc]
+        device = next(iter(self.tensors.values())).device
+        return torch.cat([self.optional(n + ".bias", r, torch.zeros(r, device=device)) for n, r in pairs])  # type: ignore[misc]
 
     def optional(self, name: str, size: int, default: Tensor | None = None) -> Tensor | None:
         return self.vector(name, size) if name in self.tensors else default
@@ -252,16 +254,17 @@ def pack_step_weights(tensors: Mapping[str, Tensor], config: StepConfig, dtype: 
         dtype: float32 or bfloat16, of the packed matrices and of the caches that go with them.
 
     Returns:
-        StepWeights: blob and descriptor.
+        StepWeights: blob, on the tensors' device, and descriptor.
 
     Raises:
         ValueError: a tensor is missing, has another shape than the config says, or holds NaN or infinity.
     """
     if dtype not in DTYPES:
         raise ValueError(f"pack_step_weights: dtype must be float32 or bfloat16, got {dtype}")
-    source, blob, c = _Source(tensors, dtype), _Blob(), config
+    source, c = _Source(tensors, dtype), config
     q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     embedding = source.matrix("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
+    blob = _Blob(embedding.device)
     tied = "lm_head.weight" not in tensors or _same(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
     head = embedding if tied else source.matrix("lm_head.weight", c.vocab_size, c.hidden_size)
     header = [
