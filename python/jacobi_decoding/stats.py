@@ -84,6 +84,7 @@ class DecodeStats:
     seconds: float = 0.0  # whole call
     step_seconds: list[float] = field(default_factory=list)  # of the forwards in which a row decoded
     op_share: dict[str, float] | None = None  # share of the steps' time, on request
+    launches: dict[str, int] | None = None  # kernel launches by op, of the backends triton and cuda
 
     @property
     def decode_forwards(self) -> int:
@@ -135,11 +136,55 @@ class DecodeStats:
         }
         if self.op_share is not None:
             result["op_share"] = self.op_share
+        if self.launches is not None:
+            result["launches"] = self.launches
         return result
 
 
+@dataclass(frozen=True)
+class StepView:
+    """What one step began with: the columns of every row's state, segment lengths (main chain first), chain tokens."""
+
+    columns: list[list[int]]
+    lengths: list[list[int]]
+    chains: list[list[int]]  # at least as many tokens as the main chain has
+
+    @property
+    def running(self) -> bool:
+        """Whether a row was not done: a step of nothing else is none."""
+        return any(row[StateColumn.DONE] == 0 for row in self.columns)
+
+    @classmethod
+    def of(cls, state: DecodeState) -> StepView:
+        """The step that ``state`` is laid out for."""
+        lengths = state.segments[:, 1].view(state.batch, -1).tolist()
+        longest = max(row[0] for row in lengths)
+        chains = state.tokens.view(state.batch, -1)[:, :longest].tolist()
+        return cls(state.state.tolist(), lengths, chains)
+
+
+def count_step(stats: DecodeStats, before: StepView, after: list[list[int]], seconds: float) -> None:
+    """Add a step to ``stats``; ``after``: the columns of every row's state when it had ended."""
+    stats.forwards += 1
+    decoding = [c[StateColumn.DONE] == 0 and c[StateColumn.TEXT_LEN] > c[StateColumn.PROMPT_LEN] for c in before.columns]
+    stats.positions += sum(map(sum, before.lengths))
+    if any(decoding):
+        stats.step_seconds.append(seconds)
+    else:
+        stats.prefill_forwards += 1
+    for b, row in enumerate(stats.rows):
+        if decoding[b]:
+            chain = before.chains[b][: before.lengths[b][0]]
+            row.chains.append((before.columns[b][StateColumn.TEXT_LEN] - 1, chain))
+            row.accepted.append(after[b][StateColumn.ACCEPTED])
+            row.emitted.append(after[b][StateColumn.EMITTED])
+        elif before.columns[b][StateColumn.DONE] == 0:
+            row.prefill_steps += 1
+            row.prefill_tokens += after[b][StateColumn.EMITTED]
+
+
 class StatsRecorder:
-    """Watches a decode state: :meth:`before` and :meth:`after` each step."""
+    """Watches a decode state on the CPU: :meth:`before` and :meth:`after` each step."""
 
     def __init__(self, stats: DecodeStats, state: DecodeState) -> None:
         self.stats, self.state = stats, state
@@ -148,38 +193,13 @@ class StatsRecorder:
 
     def before(self) -> None:
         """Note the layout that the coming step evaluates."""
-        state = self.state
-        columns = state.state.tolist()
-        lengths = state.segments[:, 1].view(state.batch, -1)
-        chain_lengths = lengths[:, 0].tolist()
-        self.stats.positions += int(lengths.sum())
-        self._decoding = []
-        for b, row in enumerate(columns):
-            decoding = row[StateColumn.DONE] == 0 and row[StateColumn.TEXT_LEN] > row[StateColumn.PROMPT_LEN]
-            self._decoding.append(decoding)
-            if decoding:
-                first = b * state.rows_per_sequence
-                chain = state.tokens[first : first + chain_lengths[b]].tolist()
-                self.stats.rows[b].chains.append((row[StateColumn.TEXT_LEN] - 1, chain))
-        self._was_running = [row[StateColumn.DONE] == 0 for row in columns]
+        self._before = StepView.of(self.state)
         self._step_started = time.perf_counter()
 
     def after(self) -> float:
         """Count what the step did; its seconds."""
         seconds = time.perf_counter() - self._step_started
-        stats = self.stats
-        stats.forwards += 1
-        if any(self._decoding):
-            stats.step_seconds.append(seconds)
-        else:
-            stats.prefill_forwards += 1
-        for b, row in enumerate(self.state.state.tolist()):
-            if self._decoding[b]:
-                stats.rows[b].accepted.append(row[StateColumn.ACCEPTED])
-                stats.rows[b].emitted.append(row[StateColumn.EMITTED])
-            elif self._was_running[b]:
-                stats.rows[b].prefill_steps += 1
-                stats.rows[b].prefill_tokens += row[StateColumn.EMITTED]
+        count_step(self.stats, self._before, self.state.state.tolist(), seconds)
         return seconds
 
     def finish(self) -> DecodeStats:
