@@ -18,6 +18,23 @@ from triton import knobs
 
 INTERPRETED: bool = bool(knobs.runtime.interpret)
 
+
+def _let_loops_have_runtime_bounds() -> None:
+    """The interpreter keeps scalars as arrays of one element, which numpy 2.4 no longer takes for a loop's bound."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_index_too(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_index_too
+
+
+if INTERPRETED:
+    _let_loops_have_runtime_bounds()
+
 launches: Counter[str] = Counter()
 """Launches of every op since the process began; a decoder reports differences."""
 
