@@ -15,7 +15,7 @@ except ModuleNotFoundError as error:
         "jacobi_kernels._C is not built: run `python setup.py build_ext --inplace` (or `make build`) in the sources"
     ) from error
 
-from jacobi_kernels import ops
+from jacobi_kernels import ops, triton
 from jacobi_kernels.layout import BlockLayout
 from jacobi_kernels.packing import pack_weight, unpack_weight
 from jacobi_kernels.sampling import row_seeds
@@ -27,6 +27,8 @@ from jacobi_kernels.step_weights import (
     pack_step_weights,
     save_step_weights,
 )
+
+triton.register()
 
 __all__ = [
     "BlockLayout",
