@@ -53,7 +53,7 @@ class Plan:
 
 
 @triton.jit
-def _partitions(bounds, batch, total, BLOCK: tl.constexpr):
+def _partitions(bounds, batch, total, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Whether bounds [batch + 1] starts at 0, ascends, and ends at total."""
     wrong = (tl.load(bounds) != 0).to(tl.int32) + (tl.load(bounds + batch) != total).to(tl.int32)
     for start in range(0, batch, BLOCK):
@@ -65,7 +65,7 @@ def _partitions(bounds, batch, total, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows", "batch", "num_segments", "capacity", "page_size", "pages"])
-def _check_kernel(
+def _check_kernel(  # type: ignore[no-untyped-def]
     cu_seqlens_q,
     segments,
     cu_segments,
@@ -131,8 +131,108 @@ def _check_kernel(
     tl.store(error + b, code)
 
 
+@triton.jit
+def _count_ends(bounds, index, batch, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many of the ends bounds[1 .. batch] are at or below each index: the sequence that it belongs to."""
+    count = index * 0
+    for base in range(0, batch, BLOCK):
+        b = base + tl.arange(0, BLOCK)
+        end = tl.load(bounds + 1 + b, mask=b < batch, other=2147483647)
+        count += tl.sum((end[None, :] <= index[:, None]).to(tl.int32), 1)
+    return count
+
+
+@triton.jit
+def _write_run(path, at, start, length, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """path[at + i] = start + i for i < length."""
+    for base in range(0, length, BLOCK):
+        i = base + tl.arange(0, BLOCK)
+        tl.store(path + at + i, start + i, mask=(i < length) & (at + i < width))
+
+
+@triton.jit
+def _plan_rows(  # type: ignore[no-untyped-def]
+    cu_seqlens_q,
+    segments,
+    cu_segments,
+    cache_seqlens,
+    error,
+    row_sequence,
+    row_segment,
+    row_position,
+    first_row,
+    rows,
+    batch,
+    num_segments,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sequence, segment and position of ROWS rows."""
+    row = first_row + tl.arange(0, ROWS)
+    sequence = _count_ends(cu_seqlens_q, row, batch, BLOCK)
+    fine = (row < rows) & (sequence < batch)
+    fine &= tl.load(error + sequence, mask=fine, other=1) == 0
+    first = tl.load(cu_segments + sequence, mask=fine, other=num_segments)
+    last = tl.load(cu_segments + sequence + 1, mask=fine, other=0)
+    segment = tl.full((ROWS,), -1, tl.int32)
+    for base in range(tl.min(first), tl.max(last), BLOCK):
+        s = base + tl.arange(0, BLOCK)
+        start = tl.load(segments + s * 4 + _START, mask=s < num_segments, other=0)
+        length = tl.load(segments + s * 4 + _LENGTH, mask=s < num_segments, other=0)
+        index = row[:, None] - start[None, :]
+        covers = (s[None, :] >= first[:, None]) & (s[None, :] < last[:, None])
+        covers &= (index >= 0) & (index < length[None, :])
+        segment = tl.maximum(segment, tl.max(tl.where(covers, s[None, :], -1), 1))
+    live = segment >= 0
+    position = tl.load(cache_seqlens + sequence, mask=live, other=0) + row
+    position -= tl.load(segments + segment * 4 + _START, mask=live, other=0)
+    at = segment
+    parent = tl.load(segments + at * 4 + _PARENT, mask=live, other=-1)
+    while tl.max(parent) >= 0:
+        child = parent >= 0
+        position += tl.load(segments + at * 4 + _VISIBLE, mask=child, other=0)
+        at = tl.where(child, parent, at)
+        parent = tl.load(segments + at * 4 + _PARENT, mask=child, other=-1)
+    tl.store(row_sequence + row, tl.where(live, sequence, -1), mask=row < rows)
+    tl.store(row_segment + row, segment, mask=row < rows)
+    tl.store(row_position + row, tl.where(live, position, -1), mask=row < rows)
+
+
+@triton.jit
+def _write_path(segments, cu_segments, error, path, s, batch, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The path of segment s."""
+    path += s.to(tl.int64) * width
+    count = 0
+    sequence = tl.max(_count_ends(cu_segments, tl.full((1,), 0, tl.int32) + s, batch, BLOCK))
+    fine = False
+    if sequence < batch:
+        fine = tl.load(error + sequence) == 0
+    if fine:
+        start, length = tl.load(segments + s * 4 + _START), tl.load(segments + s * 4 + _LENGTH)
+        before = 0
+        at = s
+        parent = tl.load(segments + at * 4 + _PARENT)
+        while parent >= 0:
+            before += tl.load(segments + at * 4 + _VISIBLE)
+            at = parent
+            parent = tl.load(segments + at * 4 + _PARENT)
+        count = before + length
+        _write_run(path, before, start, length, width, BLOCK)
+        at = s
+        parent = tl.load(segments + at * 4 + _PARENT)
+        while parent >= 0:
+            visible = tl.load(segments + at * 4 + _VISIBLE)
+            before -= visible
+            _write_run(path, before, tl.load(segments + parent * 4 + _START), visible, width, BLOCK)
+            at = parent
+            parent = tl.load(segments + at * 4 + _PARENT)
+    for base in range(count, width, BLOCK):
+        j = base + tl.arange(0, BLOCK)
+        tl.store(path + j, -1, mask=j < width)
+
+
 @triton.jit(do_not_specialize=["rows", "batch", "num_segments", "width", "tiles"])
-def _path_kernel(
+def _path_kernel(  # type: ignore[no-untyped-def]
     cu_seqlens_q,
     segments,
     cu_segments,
@@ -153,83 +253,24 @@ def _path_kernel(
     """Programs below ``tiles``: ROWS rows each; the others: one segment each."""
     program = tl.program_id(0)
     if program < tiles:
-        row = program * ROWS + tl.arange(0, ROWS)
-        sequence = _count_ends(cu_seqlens_q, row, batch, BLOCK)
-        fine = (row < rows) & (sequence < batch)
-        fine &= tl.load(error + sequence, mask=fine, other=1) == 0
-        first = tl.load(cu_segments + sequence, mask=fine, other=num_segments)
-        last = tl.load(cu_segments + sequence + 1, mask=fine, other=0)
-        segment = tl.full((ROWS,), -1, tl.int32)
-        for base in range(tl.min(first), tl.max(last), BLOCK):
-            s = base + tl.arange(0, BLOCK)
-            start = tl.load(segments + s * 4 + _START, mask=s < num_segments, other=0)
-            length = tl.load(segments + s * 4 + _LENGTH, mask=s < num_segments, other=0)
-            index = row[:, None] - start[None, :]
-            covers = (s[None, :] >= first[:, None]) & (s[None, :] < last[:, None])
-            covers &= (index >= 0) & (index < length[None, :])
-            segment = tl.maximum(segment, tl.max(tl.where(covers, s[None, :], -1), 1))
-        live = segment >= 0
-        position = tl.load(cache_seqlens + sequence, mask=live, other=0) + row
-        position -= tl.load(segments + segment * 4 + _START, mask=live, other=0)
-        at = segment
-        parent = tl.load(segments + at * 4 + _PARENT, mask=live, other=-1)
-        while tl.max(parent) >= 0:
-            child = parent >= 0
-            position += tl.load(segments + at * 4 + _VISIBLE, mask=child, other=0)
-            at = tl.where(child, parent, at)
-            parent = tl.load(segments + at * 4 + _PARENT, mask=child, other=-1)
-        tl.store(row_sequence + row, tl.where(live, sequence, -1), mask=row < rows)
-        tl.store(row_segment + row, segment, mask=row < rows)
-        tl.store(row_position + row, tl.where(live, position, -1), mask=row < rows)
+        _plan_rows(
+            cu_seqlens_q,
+            segments,
+            cu_segments,
+            cache_seqlens,
+            error,
+            row_sequence,
+            row_segment,
+            row_position,
+            program * ROWS,
+            rows,
+            batch,
+            num_segments,
+            ROWS,
+            BLOCK,
+        )
     else:
-        s = program - tiles
-        path += s.to(tl.int64) * width
-        count = 0
-        sequence = tl.max(_count_ends(cu_segments, tl.full((1,), 0, tl.int32) + s, batch, BLOCK))
-        fine = False
-        if sequence < batch:
-            fine = tl.load(error + sequence) == 0
-        if fine:
-            start, length = tl.load(segments + s * 4 + _START), tl.load(segments + s * 4 + _LENGTH)
-            before = 0
-            at = s
-            parent = tl.load(segments + at * 4 + _PARENT)
-            while parent >= 0:
-                before += tl.load(segments + at * 4 + _VISIBLE)
-                at = parent
-                parent = tl.load(segments + at * 4 + _PARENT)
-            count = before + length
-            _write_run(path, before, start, length, width, BLOCK)
-            at = s
-            parent = tl.load(segments + at * 4 + _PARENT)
-            while parent >= 0:
-                visible = tl.load(segments + at * 4 + _VISIBLE)
-                before -= visible
-                _write_run(path, before, tl.load(segments + parent * 4 + _START), visible, width, BLOCK)
-                at = parent
-                parent = tl.load(segments + at * 4 + _PARENT)
-        for base in range(count, width, BLOCK):
-            j = base + tl.arange(0, BLOCK)
-            tl.store(path + j, -1, mask=j < width)
-
-
-@triton.jit
-def _count_ends(bounds, index, batch, BLOCK: tl.constexpr):
-    """How many of the ends bounds[1 .. batch] are at or below each index: the sequence that it belongs to."""
-    count = index * 0
-    for base in range(0, batch, BLOCK):
-        b = base + tl.arange(0, BLOCK)
-        end = tl.load(bounds + 1 + b, mask=b < batch, other=2147483647)
-        count += tl.sum((end[None, :] <= index[:, None]).to(tl.int32), 1)
-    return count
-
-
-@triton.jit
-def _write_run(path, at, start, length, width, BLOCK: tl.constexpr):
-    """path[at + i] = start + i for i < length."""
-    for base in range(0, length, BLOCK):
-        i = base + tl.arange(0, BLOCK)
-        tl.store(path + at + i, start + i, mask=(i < length) & (at + i < width))
+        _write_path(segments, cu_segments, error, path, program - tiles, batch, width, BLOCK)
 
 
 def plan_rows(
@@ -286,7 +327,7 @@ def plan_rows(
         pages,
         BLOCK=BLOCK,
         CHECK_PAGES=pages >= 0,
-        num_warps=1,
+        num_warps=4,
     )
     tiles = triton.cdiv(rows, ROWS)
     launch(
@@ -309,7 +350,7 @@ def plan_rows(
         tiles,
         ROWS=ROWS,
         BLOCK=BLOCK,
-        num_warps=1,
+        num_warps=4,
     )
     return Plan(row_sequence, row_segment, row_position, path, error)
 
@@ -324,10 +365,10 @@ def compile_cases() -> list[CompileCase]:
         constants = {"BLOCK": 64, "CHECK_PAGES": paged}
         signature = check | dict.fromkeys(constants, "constexpr")
         name = f"{OP}: check{' pages' * paged}"
-        cases.append(CompileCase(name, _check_kernel, signature, constants, num_warps=1))
+        cases.append(CompileCase(name, _check_kernel, signature, constants, num_warps=4))
     constants = {"ROWS": 64, "BLOCK": 64}
     path = layout | dict.fromkeys(("error", "row_sequence", "row_segment", "row_position", "path"), "*i32")
     path |= dict.fromkeys(("rows", "batch", "num_segments", "width", "tiles"), "i32")
     signature = path | dict.fromkeys(constants, "constexpr")
-    cases.append(CompileCase(f"{OP}: paths", _path_kernel, signature, constants, num_warps=1))
+    cases.append(CompileCase(f"{OP}: paths", _path_kernel, signature, constants, num_warps=4))
     return cases
