@@ -1,18 +1,25 @@
 """Build of the binary modules.
 
-``jacobi_kernels._C``     CPU ops on torch's stable ABI: one object per instruction set, chosen at run time
-``jacobi_kernels._host``  CPU features and build report (pybind11, no torch headers)
+``jacobi_kernels._C``       CPU ops on torch's stable ABI: one object per instruction set, chosen at run time
+``jacobi_kernels._C_cuda``  the whole step as one CUDA launch, likewise; only with a CUDA torch and nvcc
+``jacobi_kernels._host``    CPU features and build report (pybind11, no torch headers)
 
-No flag depends on the CPU of the build machine. ``JACOBI_SIMDE=0`` leaves the SIMDe build of the AVX-512 file out.
+No flag depends on the CPU or the GPU of the build machine. ``JACOBI_SIMDE=0`` leaves the SIMDe build of the AVX-512
+file out, ``USE_CUDA=0`` leaves _C_cuda out and ``USE_CUDA=1`` fails where it cannot be built.
+``TORCH_CUDA_ARCH_LIST="9.0a"`` builds it for one kind of GPU instead of three. ``MAX_JOBS`` limits the compilers.
 """
 
 import os
 import platform
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 from pybind11.setup_helpers import Pybind11Extension
-from setuptools import setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension
+from setuptools import Extension, setup
+from setuptools.command.build_clib import build_clib
+from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
 ROOT = Path(__file__).parent
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -38,9 +45,44 @@ ISA_FLAGS = {
 }
 BUILT_ISAS = ["scalar"] + ["avx2", "avx512"] * X86 + ["simde"] * SIMDE
 
+BINDING_FLAGS = ["-std=c++20", "-O2", "-ffp-contract=off", "-fvisibility=hidden", "-Wall"]
+STABLE_ABI = [("TORCH_TARGET_VERSION", "0x020b000000000000")]
+NVCC_FLAGS = ["-std=c++20", "-O3", "-Xcompiler", "-fPIC,-ffp-contract=off,-fvisibility=hidden"]
+GPUS = ("80", "90a", "100a")
+
 
 def headers() -> list[str]:
-    return sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".inc"))
+    suffixes = (".h", ".cuh", ".inc")
+    return sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.suffix in suffixes)
+
+
+def sources(pattern: str) -> list[str]:
+    return sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob(pattern))
+
+
+def cuda_modules() -> list[Extension]:
+    """_C_cuda, where it can be built: whether there is a GPU does not matter."""
+    wanted = os.environ.get("USE_CUDA", "")
+    missing = ""
+    if torch.version.cuda is None:
+        missing = f"torch {torch.__version__} is a build without CUDA"
+    elif CUDA_HOME is None or not (Path(CUDA_HOME) / "bin" / "nvcc").exists():
+        missing = f"nvcc is not found: install the CUDA toolkit {torch.version.cuda} or set CUDA_HOME"
+    if wanted == "0" or (missing and wanted != "1"):
+        return []
+    if missing:
+        sys.exit(f"USE_CUDA=1, but {missing}")
+    targets = [] if "TORCH_CUDA_ARCH_LIST" in os.environ else [f"-gencode=arch=compute_{g},code=sm_{g}" for g in GPUS]
+    extension: Extension = CUDAExtension(
+        "jacobi_kernels._C_cuda",
+        [*sources("ops_cuda/*.cpp"), *sources("cuda/*.cu")],
+        include_dirs=[str(ROOT / "csrc")],
+        define_macros=[*STABLE_ABI, ("USE_CUDA", None)],
+        extra_compile_args={"cxx": [*BINDING_FLAGS], "nvcc": [*NVCC_FLAGS, *targets]},
+        depends=headers(),
+        py_limited_api=True,
+    )
+    return [extension]
 
 
 def isa_library(isa: str) -> tuple[str, dict[str, object]]:
@@ -51,6 +93,15 @@ def isa_library(isa: str) -> tuple[str, dict[str, object]]:
         "cflags": KERNEL_FLAGS + ISA_FLAGS[isa],
         "obj_deps": {"": headers()},
     }
+
+
+class BuildLibraries(build_clib):
+    """The kernel libraries beside one another: each is one long compile."""
+
+    def build_libraries(self, libraries: list[tuple[str, dict[str, object]]]) -> None:
+        build = super().build_libraries
+        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
+            list(pool.map(lambda library: build([library]), libraries))
 
 
 class BuildWithKernels(BuildExtension):
@@ -66,10 +117,10 @@ setup(
     ext_modules=[
         CppExtension(
             "jacobi_kernels._C",
-            ["csrc/module.cpp", *sorted(str(p) for p in Path("csrc/ops").glob("*.cpp")), "csrc/cpu/isa.cpp"],
+            ["csrc/module.cpp", *sources("ops/*.cpp"), "csrc/cpu/isa.cpp"],
             include_dirs=[str(ROOT / "csrc")],
-            define_macros=[*DEFINES, ("TORCH_TARGET_VERSION", "0x020b000000000000")],
-            extra_compile_args=["-std=c++20", "-O2", "-ffp-contract=off", "-fvisibility=hidden", "-Wall"],
+            define_macros=[*DEFINES, *STABLE_ABI],
+            extra_compile_args=[*BINDING_FLAGS],
             depends=headers(),
             py_limited_api=True,
         ),
@@ -82,7 +133,8 @@ setup(
             depends=headers(),
             cxx_std=20,
         ),
+        *cuda_modules(),
     ],
-    cmdclass={"build_ext": BuildWithKernels},
+    cmdclass={"build_ext": BuildWithKernels, "build_clib": BuildLibraries},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )
