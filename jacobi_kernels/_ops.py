@@ -74,6 +74,8 @@ SCHEMAS = {
     "_cpu_isa": "(str name) -> str",  # '' asks, a name switches; raises when this CPU lacks the set
 }
 
+SCHEMAS["_cooperative_step"] = SCHEMAS["multi_block_step"]  # the same as one CUDA launch, in _C_cuda
+
 FLOATS = (torch.float32, torch.bfloat16)
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "tanh")
 
@@ -269,6 +271,34 @@ torch.library.register_autograd(
 )
 
 
+def check_cached_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    cu_seqlens_q: Tensor,
+    segments: Tensor,
+    cu_segments: Tensor,
+    page_table: Tensor | None,
+) -> None:
+    """Check shapes and dtypes of multi_block_attention_with_kvcache."""
+    op = "multi_block_attention_with_kvcache"
+    _qkv(op, q, k, v)
+    batch = _layout(op, cu_seqlens_q, segments, cu_segments)
+    _int32(op, "cache_seqlens", cache_seqlens, "[B]", (batch,))
+    heads, head_dim = k.shape[1], k.shape[2]
+    if page_table is None:
+        _shape(op, "k_cache", k_cache, "[B, capacity, num_kv_heads, head_dim]", (batch, "*", heads, head_dim))
+    else:
+        _shape(op, "k_cache", k_cache, "[num_pages, page_size, num_kv_heads, head_dim]", ("*", "*", heads, head_dim))
+        _int32(op, "page_table", page_table, "[B, max_pages]", (batch, "*"))
+    _shape(op, "v_cache", v_cache, "k_cache's shape", tuple(k_cache.shape))
+    _dtype(op, "k_cache", k_cache, q.dtype)
+    _dtype(op, "v_cache", v_cache, q.dtype)
+
+
 @_fake("multi_block_attention_with_kvcache")
 def _(
     q: Tensor,
@@ -286,19 +316,7 @@ def _(
     window_size: int = -1,
     softcap: float = 0.0,
 ) -> Tensor:
-    op = "multi_block_attention_with_kvcache"
-    _qkv(op, q, k, v)
-    batch = _layout(op, cu_seqlens_q, segments, cu_segments)
-    _int32(op, "cache_seqlens", cache_seqlens, "[B]", (batch,))
-    heads, head_dim = k.shape[1], k.shape[2]
-    if page_table is None:
-        _shape(op, "k_cache", k_cache, "[B, capacity, num_kv_heads, head_dim]", (batch, "*", heads, head_dim))
-    else:
-        _shape(op, "k_cache", k_cache, "[num_pages, page_size, num_kv_heads, head_dim]", ("*", "*", heads, head_dim))
-        _int32(op, "page_table", page_table, "[B, max_pages]", (batch, "*"))
-    _shape(op, "v_cache", v_cache, "k_cache's shape", tuple(k_cache.shape))
-    _dtype(op, "k_cache", k_cache, q.dtype)
-    _dtype(op, "v_cache", v_cache, q.dtype)
+    check_cached_attention(q, k, v, k_cache, v_cache, cache_seqlens, cu_seqlens_q, segments, cu_segments, page_table)
     return q.new_empty(q.shape)
 
 
