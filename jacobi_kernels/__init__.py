@@ -5,6 +5,9 @@ forward pass evaluates and :class:`DecodeState` what a decoder carries from step
 """
 
 from importlib import import_module
+from importlib.util import find_spec
+
+import torch
 
 from jacobi_kernels import _ops as _ops  # defines the ops that _C implements
 
@@ -14,6 +17,8 @@ except ModuleNotFoundError as error:
     raise ImportError(
         "jacobi_kernels._C is not built: run `python setup.py build_ext --inplace` (or `make build`) in the sources"
     ) from error
+if torch.version.cuda is not None and find_spec("jacobi_kernels._C_cuda") is not None:
+    import_module("jacobi_kernels._C_cuda")
 
 from jacobi_kernels import ops, triton
 from jacobi_kernels.layout import BlockLayout
