@@ -38,7 +38,7 @@ from jacobi_kernels.triton.plan import Plan, plan_rows
 from jacobi_kernels.triton.runtime import INTERPRETED, CompileCase, check_runs_here, launch
 
 OP = "multi_block_attention_with_kvcache"
-TILE, SPLIT = 64, 256
+SPLIT = 256  # slots
 PROGRAMS = 128  # with fewer, splits run side by side
 PARTIAL_BYTES = 1 << 28  # and in turn where their results would need more
 MAX_HEAD_DIM = 256
@@ -234,18 +234,17 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
                 new_mask = ((row >= 0) & (row < rows))[:, None] & in_head[None, :]
                 old_mask = old[:, None] & in_head[None, :]
                 new = row.to(tl.int64)[:, None]
-                old_keys = tl.load(k_cache + at[:, None] + kv_columns, mask=old_mask, other=0.0)
-                old_values = tl.load(v_cache + at[:, None] + kv_columns, mask=old_mask, other=0.0)
-                new_keys = tl.load(k + new * k_stride + kv_columns, mask=new_mask, other=0.0)
-                new_values = tl.load(v + new * v_stride + kv_columns, mask=new_mask, other=0.0)
-                is_old = (slot < length)[:, None]
+                tile_keys = tl.load(k + new * k_stride + kv_columns, mask=new_mask, other=0.0).to(queries.dtype)
+                tile_keys = tl.load(k_cache + at[:, None] + kv_columns, mask=old_mask, other=tile_keys)
+                tile_values = tl.load(v + new * v_stride + kv_columns, mask=new_mask, other=0.0).to(queries.dtype)
+                tile_values = tl.load(v_cache + at[:, None] + kv_columns, mask=old_mask, other=tile_values)
                 visible = mine[:, None] & (slot[None, :] <= position[:, None])
                 if WINDOW:
                     visible &= slot[None, :] >= position[:, None] - window
                 s_best, s_total, s_values = _attend_tile(
                     queries,
-                    tl.where(is_old, old_keys, new_keys.to(old_keys.dtype)),
-                    tl.where(is_old, old_values, new_values.to(old_values.dtype)),
+                    tile_keys,
+                    tile_values,
                     visible,
                     s_best,
                     s_total,
@@ -383,6 +382,7 @@ def attend_with_kvcache(
     group, m, dtype = heads // kv_heads, _rows_per_tile(k_cache.dtype), k_cache.dtype
     scale, softcap, window = options(OP, head_dim, softmax_scale, window_size, softcap)
     block_d = max(16, triton.next_power_of_2(head_dim))
+    num_warps, num_stages = _warps_stages(block_d, dtype)
     if out is None:
         out = q.new_empty(q.shape)
     parts = _parts(rows, batch, heads, kv_heads, head_dim, capacity, dtype)
@@ -440,9 +440,10 @@ def attend_with_kvcache(
         WINDOW=window < ALL,
         SOFTCAP=softcap > 0,
         PARTIAL=parts > 0,
-        TILE=TILE,
+        TILE=_tile(dtype),
         SPLIT=SPLIT,
-        **_options(block_d, dtype),
+        num_warps=num_warps,
+        num_stages=num_stages,
     )
     if parts:
         block_h = triton.next_power_of_2(heads) if INTERPRETED else 4
@@ -470,10 +471,14 @@ def attend_with_kvcache(
     return out
 
 
-def _options(block_d: int, dtype: torch.dtype) -> dict[str, int]:
-    """Warps and stages of the attention kernel: they follow from the head and the type alone."""
-    wide = block_d * (2 if dtype == torch.float32 else 1) > 128
-    return {"num_warps": 8 if block_d > 128 else 4, "num_stages": 2 if wide else 3}
+def _tile(dtype: torch.dtype) -> int:
+    """Slots of a tile. Plain float32 products keep their operands in registers."""
+    return 16 if dtype == torch.float32 and not INTERPRETED else 64
+
+
+def _warps_stages(block_d: int, dtype: torch.dtype) -> tuple[int, int]:
+    """(num_warps, num_stages) of the attention kernel: they follow from the head and the type alone."""
+    return (4 if block_d <= 64 and dtype != torch.float32 else 8), (2 if block_d > 128 else 3)
 
 
 def _check_strides(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -558,16 +563,17 @@ def _attention_case(name: str, short: str, page_size: int, partial: bool, window
     signature |= dict.fromkeys(strides, "i32") | {"inner": "fp32", "factor": "fp32"}
     constants = {"HEADS": heads, "GROUP": heads // kv_heads, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_B": 8}
     constants |= {"M": _rows_per_tile(dtype), "PAGE_SIZE": page_size, "WINDOW": window, "SOFTCAP": softcap}
-    constants |= {"PARTIAL": partial, "TILE": TILE, "SPLIT": SPLIT}
+    constants |= {"PARTIAL": partial, "TILE": _tile(dtype), "SPLIT": SPLIT}
     words = ("paged" * bool(page_size), "split" * partial, "window" * window, "softcap" * softcap)
     return CompileCase(
         " ".join(filter(None, (f"{OP}: {name} {short}", *words))),
         _attention_kernel,
         signature | dict.fromkeys(constants, "constexpr"),
         constants,
+        *_warps_stages(block_d, dtype),
         uses_mma=short != "fp32",
+        may_spill=short == "fp32" and head_dim > 128,
         attributes=dict.fromkeys((*(a for a, t in signature.items() if t.startswith("*")), *strides), 16),
-        **_options(block_d, dtype),
     )
 
 
