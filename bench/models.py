@@ -1,4 +1,4 @@
-"""Shapes that the benchmarks run: SmolLM2-135M's, with random weights or the real ones."""
+"""Shapes that the benchmarks run: SmolLM2-135M's, with random weights or the real ones, and larger ones for GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHECK_ROWS = 8
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Llama-like model with a tied head."""
+    """Sizes of a Llama-like model; ``tied``: the head is the embedding."""
 
     layers: int
     hidden: int
@@ -29,6 +29,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     vocab: int
+    tied: bool = True
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
@@ -75,18 +76,23 @@ class Shape:
             inv_freq=1.0 / 100_000.0**exponents,
         )
 
-    def random_tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+    def random_tensors(self, dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
         """Weights under transformers' names, scaled so that activations keep their size."""
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(device).manual_seed(0)
 
         def matrix(rows: int, columns: int) -> Tensor:
-            return (torch.randn(rows, columns, generator=generator) / columns**0.5).to(dtype)
+            return (torch.randn(rows, columns, generator=generator, device=device) / columns**0.5).to(dtype)
+
+        def ones() -> Tensor:
+            return torch.ones(self.hidden, device=device)
 
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         tensors = {
             "model.embed_tokens.weight": matrix(self.vocab, self.hidden),
-            "model.norm.weight": torch.ones(self.hidden),
+            "model.norm.weight": ones(),
         }
+        if not self.tied:
+            tensors["lm_head.weight"] = matrix(self.vocab, self.hidden)
         for i in range(self.layers):
             layer = {
                 "self_attn.q_proj": (q, self.hidden),
@@ -99,11 +105,14 @@ class Shape:
             }
             tensors |= {f"model.layers.{i}.{name}.weight": matrix(*size) for name, size in layer.items()}
             for norm in ("input_layernorm", "post_attention_layernorm"):
-                tensors[f"model.layers.{i}.{norm}.weight"] = torch.ones(self.hidden)
+                tensors[f"model.layers.{i}.{norm}.weight"] = ones()
         return tensors
 
 
 SMOLLM2 = Shape(layers=30, hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64, vocab=49152)
+# Qwen2.5's without the biases of q, k and v.
+QWEN_1_5B = Shape(layers=28, hidden=1536, ffn=8960, heads=12, kv_heads=2, head_dim=128, vocab=151936)
+QWEN_7B = Shape(layers=28, hidden=3584, ffn=18944, heads=28, kv_heads=4, head_dim=128, vocab=152064, tied=False)
 
 
 @dataclass(frozen=True)
