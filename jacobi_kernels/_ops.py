@@ -74,7 +74,9 @@ SCHEMAS = {
     "_cpu_isa": "(str name) -> str",  # '' asks, a name switches; raises when this CPU lacks the set
 }
 
-SCHEMAS["_cooperative_step"] = SCHEMAS["multi_block_step"]  # the same as one CUDA launch, in _C_cuda
+# The same as one CUDA launch, and its size of workspace: in _C_cuda.
+SCHEMAS["_cooperative_step"] = SCHEMAS["multi_block_step"]
+SCHEMAS["_cooperative_workspace_size"] = SCHEMAS["step_workspace_size"]
 
 FLOATS = (torch.float32, torch.bfloat16)
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "tanh")

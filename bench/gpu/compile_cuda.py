@@ -2,8 +2,8 @@
 
 Kernels (``csrc/cuda/*.cu``) are compiled for every target. The binding (``csrc/ops_cuda/*.cpp``) is compiled with the
 flags of setup.py against the headers of whatever torch is installed, linked with the kernels, and loaded. A torch
-without CUDA lacks the few functions of the stable interface that deal with streams and CUDA errors, so they are filled
-in with stubs; nothing is launched.
+without CUDA lacks the function of the stable interface that gives the current stream, so a stub stands in for it;
+nothing is launched.
 """
 
 from __future__ import annotations
@@ -31,19 +31,14 @@ LINK_TARGET = 90
 STUBS = """
 #include <stdint.h>
 int aoti_torch_get_current_cuda_stream(int32_t device, void** stream) { (void)device; *stream = 0; return 0; }
-void torch_c10_cuda_check_msg(int32_t error, const char* file, const char* function, uint32_t line, _Bool sync,
-                              char** message) {
-  (void)error, (void)file, (void)function, (void)line, (void)sync;
-  *message = 0;
-}
-void torch_c10_cuda_free_error_msg(char* message) { (void)message; }
 """
 LOAD = """
 import importlib.util, sys, torch
 import jacobi_kernels
 spec = importlib.util.spec_from_file_location("jacobi_kernels._C_cuda", sys.argv[1])
 spec.loader.exec_module(importlib.util.module_from_spec(spec))
-assert torch._C._dispatch_has_kernel_for_dispatch_key("jacobi::_cooperative_step", "CUDA"), "no CUDA implementation"
+for op, key in (("_cooperative_step", "CUDA"), ("_cooperative_workspace_size", "CPU")):
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"jacobi::{op}", key), f"{op} has no {key} implementation"
 """
 
 
