@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from jacobi_kernels._ops import _layout, _qkv
-from jacobi_kernels.triton.path_tiles import ALL, capped, first_key_rows, path_tiles, table_case
-from jacobi_kernels.triton.runtime import CompileCase, check_runs_here, launch
+from jacobi_kernels.triton.path_tiles import ALL, capped, first_key_rows, path_tiles, row_mask, table_case
+from jacobi_kernels.triton.runtime import INTERPRETED, CompileCase, check_runs_here, launch
 
 OP = "multi_block_attention"
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -72,9 +72,9 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     token, head = pair // GROUP, kv_head * GROUP + pair % GROUP
     live = token < length
     width = tl.arange(0, BLOCK_D)
-    inside = width < D
+    mask = row_mask(live, width, D, BLOCK_D)
     q_at = q + (start + token).to(tl.int64) * q_row + head * q_head
-    queries = tl.load(q_at[:, None] + width[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+    queries = tl.load(q_at[:, None] + width[None, :], mask=mask, other=0.0)
     query_position = prefix + token
 
     last = prefix + tl.minimum((first + BLOCK_M - 1) // GROUP, length - 1)
@@ -88,39 +88,36 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     for highest in range(last, lowest - 1, -BLOCK_N):
         found = key_rows >= 0
         at = tl.where(found, key_rows, 0).to(tl.int64)
-        keys = tl.load(
-            (k + at * k_row + kv_head * k_head)[None, :] + width[:, None],
-            mask=found[None, :] & inside[:, None],
-            other=0.0,
-        )
-        scores = tl.dot(queries, keys, input_precision="ieee") * scale
+        there = row_mask(found, width, D, BLOCK_D)
+        keys = tl.load((k + at * k_row + kv_head * k_head)[:, None] + width[None, :], mask=there, other=0.0)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
         if CAPPED:
             scores = softcap * capped(scores, softcap)
-        ahead = query_position[:, None] - (highest + offset)[None, :]
-        seen = found[None, :] & (ahead >= 0) & (ahead <= window)
+        position = highest + offset  # at least 0 where a row was found
+        ahead = query_position[:, None] - position[None, :]
+        seen = (position >= 0)[None, :] & (ahead >= 0) & (ahead <= window)
         scores = tl.where(seen, scores * LOG2E, float("-inf"))
         now = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(now == float("-inf"), 0.0, now)
         weights = tl.exp2(scores - base[:, None])
         decay = tl.exp2(top - base)
         total = total * decay + tl.sum(weights, 1)
-        values = tl.load(
-            (v + at * v_row + kv_head * v_head)[:, None] + width[None, :],
-            mask=found[:, None] & inside[None, :],
-            other=0.0,
-        )
+        values = tl.load((v + at * v_row + kv_head * v_head)[:, None] + width[None, :], mask=there, other=0.0)
         acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
         top = now
         key_rows = tl.load(jump + tl.where(found, key_rows, 0), mask=found, other=-1)
 
     out_at = out + ((start + token).to(tl.int64) * (tl.num_programs(1) * GROUP) + head) * D
+    total = tl.where(live, total, 1.0)
     result = (acc / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out_at[:, None] + width[None, :], result, mask=live[:, None] & inside[None, :])
+    tl.store(out_at[:, None] + width[None, :], result, mask=mask)
     tl.store(lse + head.to(tl.int64) * rows + start + token, (top + tl.log2(total)) * LN2, mask=live)
 
 
 def blocks(dtype: torch.dtype, rows: int, num_segments: int, group: int, head_dim: int) -> tuple[int, int, int]:
     """(BLOCK_M, BLOCK_N, num_warps), from shapes alone."""
+    if INTERPRETED:  # few large programs
+        return 64, 64, 4
     if dtype == torch.float32:  # plain fused multiply-adds: tiles that leave registers to the operands
         return 32, 32, 4
     if head_dim > 128:
@@ -216,57 +213,61 @@ def multi_block_attention(
 
 
 STRIDES = ("q_row", "q_head", "k_row", "k_head", "v_row", "v_head")
-SHAPES = {  # (group, head_dim, rows, segments)
-    "SmolLM2-135M": (3, 64, 4096, 128),
-    "Qwen2.5-1.5B": (6, 128, 4096, 128),
-    "Qwen2.5-7B": (7, 128, 4096, 128),
-    "one head per group": (1, 128, 4096, 128),
+SHAPES = {  # (group, head_dim)
+    "SmolLM2-135M": (3, 64),
+    "Qwen2.5-1.5B": (6, 128),
+    "Qwen2.5-7B": (7, 128),
+    "one head per group": (1, 128),
 }
 
 
 def attention_case(
     name: str,
     kernel: object,
-    arguments: dict[str, str],
-    shape: tuple[int, int, int, int],
+    signature: dict[str, str],
+    shape: tuple[int, int],
+    tiles: tuple[int, int, int],
     dtype: torch.dtype,
     capped: bool,
+    **more: int,
 ) -> CompileCase:
-    """A kernel over (group, head_dim, rows, segments) with the tiles that :func:`blocks` chooses."""
-    group, head_dim, rows, num_segments = shape
-    block_m, block_n, num_warps = blocks(dtype, rows, num_segments, group, head_dim)
+    """A kernel for a (group, head_dim) with (BLOCK_M, BLOCK_N, num_warps)."""
+    group, head_dim = shape
     constants = {
         "GROUP": group,
         "D": head_dim,
         "BLOCK_D": triton.next_power_of_2(head_dim),
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
+        "BLOCK_M": tiles[0],
+        "BLOCK_N": tiles[1],
         "CAPPED": capped,
+        **more,
     }
     return CompileCase(
         name=f"{name} {str(dtype)[6:]}{' softcap' if capped else ''}",
         kernel=kernel,
-        signature={**arguments, **dict.fromkeys(constants, "constexpr")},
+        signature={**signature, **dict.fromkeys(constants, "constexpr")},
         constexprs=constants,
-        num_warps=num_warps,
+        num_warps=tiles[2],
         num_stages=2,
         uses_mma=dtype != torch.float32,
         may_spill=dtype == torch.float32,
-        attributes=dict.fromkeys(STRIDES, 16),
+        attributes=dict.fromkeys((n for n in signature if n.endswith(("_row", "_head"))), 16),
     )
 
 
 def arguments(
-    operands: tuple[str, ...], floats: tuple[str, ...], tables: tuple[str, ...], dtype: torch.dtype
+    operands: tuple[str, ...],
+    floats: tuple[str, ...],
+    tables: tuple[str, ...],
+    integers: tuple[str, ...],
+    dtype: torch.dtype,
 ) -> dict[str, str]:
-    """Signature of an attention kernel in the order in which all of them take their arguments."""
-    kind = "*fp32" if dtype == torch.float32 else "*bf16"
+    """Signature of an attention kernel, in the order in which all of them take their arguments."""
     return {
-        **dict.fromkeys(operands, kind),
+        **dict.fromkeys(operands, "*fp32" if dtype == torch.float32 else "*bf16"),
         **dict.fromkeys(floats, "*fp32"),
         **dict.fromkeys(tables, "*i32"),
-        "rows": "i32",
-        **dict.fromkeys(STRIDES, "i32"),
+        **dict.fromkeys(integers, "i32"),
         "scale": "fp32",
         "softcap": "fp32",
         "window": "i32",
@@ -280,8 +281,9 @@ def compile_cases() -> list[CompileCase]:
     """The specialisations that training runs."""
     cases = [table_case(128, 64, sees=False), table_case(32, 32, sees=True)]
     for dtype in (torch.bfloat16, torch.float32):
-        signature = arguments(("q", "k", "v", "out"), ("lse",), TABLES, dtype)
+        signature = arguments(("q", "k", "v", "out"), ("lse",), TABLES, ("rows", *STRIDES), dtype)
         for name, shape in SHAPES.items():
+            tiles = blocks(dtype, 4096, 128, *shape)
             capped = name == "one head per group"
-            cases.append(attention_case(f"{OP} {name}", forward_kernel, signature, shape, dtype, capped))
+            cases.append(attention_case(f"{OP} {name}", forward_kernel, signature, shape, tiles, dtype, capped))
     return cases

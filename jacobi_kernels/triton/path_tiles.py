@@ -161,6 +161,14 @@ def first_key_rows(before, s, start, prefix, position, BLOCK_N: tl.constexpr):  
 
 
 @triton.jit
+def row_mask(rows, width, D: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Elements of [rows, BLOCK_D] that exist; where all of a row does, nothing is compared per element."""
+    if D == BLOCK_D:
+        return rows[:, None]
+    return rows[:, None] & (width < D)[None, :]
+
+
+@triton.jit
 def capped(score, softcap):  # type: ignore[no-untyped-def]
     """``tanh(score / softcap)`` by an exponential that saturates to +-1."""
     return 1.0 - 2.0 / (tl.exp(score * (2.0 / softcap)) + 1.0)
@@ -196,7 +204,7 @@ def path_tiles(
     parts = torch.full((sum(sizes),), -1, dtype=torch.int32, device=segments.device).split(sizes)
     square = num_segments if sees else 0
     seen = torch.zeros((square, square), dtype=torch.int32, device=segments.device)
-    tables = PathTiles(*parts, seen)
+    tables = PathTiles._make((*parts, seen))
     launch(
         op,
         path_tiles_kernel,
