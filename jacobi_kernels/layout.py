@@ -23,7 +23,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """A block layout on the CPU.
+    """A block layout, made and changed on the CPU; :meth:`to` gives a copy for kernels elsewhere.
 
     Attributes
     ----------
@@ -67,6 +67,10 @@ class BlockLayout:
         layout = cls(_int32(offsets), _int32(table).reshape(-1, 4), _int32(counts))
         layout.validate()
         return layout
+
+    def to(self, device: torch.device | str) -> BlockLayout:
+        """The same layout with its tensors on ``device``."""
+        return BlockLayout(self.cu_seqlens_q.to(device), self.segments.to(device), self.cu_segments.to(device))
 
     @property
     def batch(self) -> int:

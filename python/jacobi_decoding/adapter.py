@@ -96,6 +96,10 @@ class ModelAdapter:
         return next(self.decoder.parameters()).dtype
 
     @property
+    def device(self) -> torch.device:
+        return next(self.decoder.parameters()).device
+
+    @property
     def vocab_size(self) -> int:
         """Columns of the logits."""
         return self.packed_head().out_features
@@ -145,18 +149,19 @@ class ModelAdapter:
     def cache_for_slots(self, batch: int, capacity: int) -> LayoutCache:
         """:meth:`allocate_cache` for the attention modules that are known, without a check."""
         slots = list(self.hook.slots.values())
-        return LayoutCache(len(slots), batch, capacity, slots[0].kv_heads, slots[0].head_dim, slots[0].dtype, "cpu")
+        return LayoutCache(
+            len(slots), batch, capacity, slots[0].kv_heads, slots[0].head_dim, slots[0].dtype, self.device
+        )
 
     def forward(self, tokens: Tensor, cache: LayoutCache) -> Tensor:
         """Hidden states [T, E] of ``tokens`` [T] int64, the rows of ``cache``'s current layout; only while wrapped."""
-        positions = cache.layout.positions(cache.cache_seqlens).long()
-        self.limit.check(int(positions.max()) + 1)
+        self.limit.check(cache.most + 1)
         with self.hook.running(cache):
-            return self.call_decoder(tokens[None], positions[None], cache)
+            return self.call_decoder(tokens[None], cache.positions.long()[None], cache)
 
     def empty_cache(self) -> LayoutCache:
         """What the probe hands the decoder before the shape of a cache is known."""
-        return LayoutCache(int(self.decoder.config.num_hidden_layers), 1, 0, 1, 1, torch.float32, "cpu")
+        return LayoutCache(int(self.decoder.config.num_hidden_layers), 1, 0, 1, 1, torch.float32, self.device)
 
     def call_decoder(self, input_ids: Tensor, position_ids: Tensor, cache: LayoutCache) -> Tensor:
         """Run the decoder on [1, T] ids and positions; hidden states [T, E]."""

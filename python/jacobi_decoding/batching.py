@@ -21,8 +21,8 @@ def unpadded_prompts(input_ids: Tensor, attention_mask: Tensor | None, pad_token
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
         shape = list(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
         raise ValueError(f"input_ids must be an integer tensor of shape [batch, prompt], got {shape}")
-    if input_ids.device.type != "cpu":
-        raise ValueError(f"input_ids must be on the CPU, got {input_ids.device}; pass input_ids.cpu()")
+    if input_ids.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"input_ids must be on the CPU or a GPU, got {input_ids.device}; pass input_ids.cpu()")
     if input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
         raise ValueError(f"input_ids must hold at least one token per row, got shape {list(input_ids.shape)}")
     if attention_mask is None:

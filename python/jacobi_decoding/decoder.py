@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,8 @@ from jacobi_decoding.controller import (
     StepCost,
     measure_step_cost,
 )
+from jacobi_decoding.device_engine import DeviceStepEngine, launch_counts
+from jacobi_decoding.devices import auto_settings, checked_device, runs_triton
 from jacobi_decoding.engine import Engine, choose_engine
 from jacobi_decoding.loading import load_model
 from jacobi_decoding.profiling import op_profile
@@ -37,11 +40,13 @@ StepCallback = Callable[[DecodeState], None]
 class JacobiDecoder:
     """Decodes one model; keeps its packed weights between calls.
 
-    model: a transformers causal language model on the CPU (float32 or bfloat16), or what ``load_model`` takes: a
-    folder, a .gguf file, a cached hub id.
+    model: a transformers causal language model (float32 or bfloat16, on the CPU or a CUDA GPU), or what ``load_model``
+    takes: a folder, a .gguf file, a cached hub id.
     path: 'step' (each step is one op; Llama-like models), 'modules' (the model's own modules call our kernels) or
     'auto' (step where the model allows it). ``path`` and ``path_reason`` tell which one runs and why.
-    Raises LoadError or UnsupportedModelError, one line with the remedy.
+    device: 'cpu', 'cuda' or 'cuda:N', to which the model is moved; by default a model stays where it is and a name is
+    loaded for the CPU. step_mode: how a GPU's steps are launched, see :func:`jacobi_decoding.devices.wanted_step_mode`.
+    Raises LoadError, DeviceError or UnsupportedModelError, one line with the remedy.
     """
 
     def __init__(
@@ -51,16 +56,20 @@ class JacobiDecoder:
         *,
         path: Literal["auto", "step", "modules"] = "auto",
         dtype: str | torch.dtype = "float32",
+        device: str | torch.device | None = None,
+        step_mode: str | None = None,
     ) -> None:
         if isinstance(model, (str, os.PathLike)):
-            loaded = load_model(model, dtype)
+            loaded = load_model(model, dtype, device=device or "cpu")
             model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
+        elif device is not None:
+            model = model.to(checked_device(device))
         self.model, self.tokenizer = model, tokenizer
-        self._wanted_path = path
+        self._wanted_path, self._step_mode = path, step_mode
         self._cost: StepCost | None = None
         self._cost_threads = 0
         self.engine: Engine
-        self.engine, self.path_reason = choose_engine(model, path)
+        self.engine, self.path_reason = choose_engine(model, path, step_mode)
 
     @property
     def path(self) -> str:
@@ -99,7 +108,8 @@ class JacobiDecoder:
         top_k, top_p, seed, and eos_token_id as a list of lists.
         block_size, blocks, candidates: n, most open blocks K, recycled candidates C; they change speed, never tokens.
         block_size=1, blocks=1, candidates=0 decodes token by token; block_size="auto" picks how many guesses to verify
-        step by step, from measured step times and what was accepted so far (blocks and candidates are then not used).
+        step by step, from measured step times and what was accepted so far (blocks and candidates are then not used);
+        on a GPU it stands for the fixed devices.GPU_SETTINGS, which the statistics name.
         pool_from_prompt: guesses may be copied from the prompt. pool_rows, spawn_ratio: see DecodeState.
         do_sample: seeded sampling with temperature, top_k, top_p; the same seed gives the same tokens for every block
         setting and batch. seed None: drawn from torch's generator.
@@ -116,7 +126,11 @@ class JacobiDecoder:
             block_size = whole_number("block_size", block_size, 1, MAX_DRAFT_OPTION, others=", or 'auto'")
         blocks = whole_number("blocks", blocks, 1, MAX_DRAFT_OPTION)
         candidates = whole_number("candidates", candidates, 0, MAX_DRAFT_OPTION)
-        if adaptive:
+        if adaptive and runs_triton(self.engine.device):
+            chosen = auto_settings(self.engine.device)
+            block_size, blocks, candidates = chosen.block_size, chosen.blocks, chosen.candidates
+            adaptive = False
+        elif adaptive:
             block_size, blocks, candidates = AUTO_BLOCK_SIZE, AUTO_BLOCKS, AUTO_CANDIDATES
         prompts = unpadded_prompts(input_ids, attention_mask, self._pad_token(pad_token_id, eos_token_id))
         _check_streamer(streamer, len(prompts))
@@ -142,9 +156,10 @@ class JacobiDecoder:
             top_k=top_k,
             top_p=top_p,
             seed=int(torch.randint(2**62, ())) if seed is None and do_sample else 0 if seed is None else seed,
+            device=self.engine.device,
         )
         controller = Controller(self._measured_cost()) if adaptive else None
-        stats = DecodeStats("cpu", self.path, int(block_size), blocks, candidates, adaptive=adaptive)
+        stats = DecodeStats(self.engine.backend, self.path, int(block_size), blocks, candidates, adaptive=adaptive)
         self._run(state, sampling, stats, streamer, step_callback, input_ids, profile, controller)
         sequences = padded_sequences(input_ids, state, self._pad_token(pad_token_id, eos_token_id))
         return (sequences, stats) if return_stats else sequences
@@ -160,30 +175,49 @@ class JacobiDecoder:
         profile: bool,
         controller: Controller | None,
     ) -> None:
-        """The decode loop."""
+        """Decode until every row is done."""
         if streamer is not None:
             streamer.put(input_ids.cpu())
         try:
-            with self.engine.running(), op_profile(stats, profile):
-                recorder = StatsRecorder(stats, state)
-                cache = self.engine.allocate_cache(state.batch, state.cache_capacity)
-                while state.running:
-                    if controller is not None:
-                        controller.trim(state)
-                    recorder.before()
-                    self.engine.step(state, cache, sampling)
-                    if step_callback is not None:
-                        step_callback(state)
-                    seconds = recorder.after()
-                    if controller is not None:
-                        controller.observe(state, seconds)
-                    emitted = state.emitted(0)
-                    if streamer is not None and emitted:
-                        streamer.put(torch.tensor(emitted))
-                recorder.finish()
+            with self.engine.running(), op_profile(stats, profile, self.engine.device):
+                if isinstance(self.engine, DeviceStepEngine):
+                    each_step = None
+                    if streamer is not None or step_callback is not None:
+                        each_step = partial(_after_step, streamer=streamer, step_callback=step_callback)
+                    self.engine.run(state, sampling, stats, each_step)
+                else:
+                    self._run_here(state, sampling, stats, streamer, step_callback, controller)
         finally:
             if streamer is not None:
                 streamer.end()
+
+    def _run_here(
+        self,
+        state: DecodeState,
+        sampling: SamplingParams,
+        stats: DecodeStats,
+        streamer: Any,
+        step_callback: StepCallback | None,
+        controller: Controller | None,
+    ) -> None:
+        """The decode loop over a state on the CPU."""
+        recorder = StatsRecorder(stats, state)
+        cache = self.engine.allocate_cache(state.batch, state.cache_capacity)
+        before = launch_counts() if self.engine.backend == "triton" else None
+        while state.running:
+            if controller is not None:
+                controller.trim(state)
+            recorder.before()
+            self.engine.step(state, cache, sampling)
+            if step_callback is not None:
+                step_callback(state)
+            seconds = recorder.after()
+            if controller is not None:
+                controller.observe(state, seconds)
+            _after_step(state, streamer, None)
+        recorder.finish()
+        if before is not None:
+            stats.launches = dict(launch_counts() - before)
 
     def _measured_cost(self) -> StepCost:
         """Time of a step against its query tokens; measured once per decoder and number of threads."""
@@ -194,7 +228,7 @@ class JacobiDecoder:
     def _follow_model(self) -> None:
         """Choose again when the model has changed so that the step path would not see it (adapters, hooks)."""
         if isinstance(self.engine, StepEngine) and not self.engine.fits():
-            self.engine, self.path_reason = choose_engine(self.model, self._wanted_path)
+            self.engine, self.path_reason = choose_engine(self.model, self._wanted_path, self._step_mode)
 
     def _warn_of_length(self, length: int) -> None:
         """As transformers does, decode beyond the positions that the model was made for, but say so."""
@@ -221,6 +255,13 @@ class JacobiDecoder:
             flat = [t for row in stops for t in (row if isinstance(row, Sequence) else [row])]
             pad_token_id = flat[0] if flat else None
         return pad_token_id
+
+
+def _after_step(state: DecodeState, streamer: Any, step_callback: StepCallback | None) -> None:
+    if step_callback is not None:
+        step_callback(state)
+    if streamer is not None and (emitted := state.emitted(0)):
+        streamer.put(torch.tensor(emitted))
 
 
 def _check_streamer(streamer: Any, batch: int) -> None:

@@ -1,9 +1,7 @@
 """Where a model runs, by which kernels, and how a decoding step is launched there.
 
-    device            JACOBI_BACKEND   kernels
-    cpu               (unset)          C++
-    cpu               triton           Triton in its interpreter, float32, for tests
-    cuda, cuda:N      any              Triton, or one cooperative CUDA launch per step
+On a CPU: C++ kernels; with JACOBI_BACKEND=triton and TRITON_INTERPRET=1 Triton's, in its interpreter, for tests
+(float32 only, slow). On cuda and cuda:N: Triton's, or one cooperative CUDA launch per step.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import torch
 
 from jacobi_decoding.errors import UnsupportedModelError
 
-STEP_MODES = ("auto", "graph", "launches", "cooperative")
+STEP_MODES = ("graph", "launches", "cooperative", "auto")
 
 
 class DeviceError(ValueError):
@@ -27,19 +25,18 @@ class DeviceError(ValueError):
 
 @dataclass(frozen=True)
 class BlockSettings:
-    """Block size n, most open blocks K, candidates C and the share of unchanged tokens that opens a block."""
+    """Block size n, most open blocks K and candidates C."""
 
     block_size: int
     blocks: int
     candidates: int
-    spawn_ratio: float
 
 
 # What block_size="auto" means where a step's time hardly depends on its rows, so that nothing is gained by choosing
 # step by step: data-centre GPUs are bound by the bytes of the weights up to some hundred rows.
-GPU_SETTINGS = BlockSettings(64, 2, 4, 0.85)
+GPU_SETTINGS = BlockSettings(64, 2, 4)
 # In the interpreter a row costs milliseconds.
-INTERPRETER_SETTINGS = BlockSettings(4, 1, 1, 0.85)
+INTERPRETER_SETTINGS = BlockSettings(4, 1, 1)
 
 
 def checked_device(device: str | torch.device) -> torch.device:
@@ -76,13 +73,15 @@ def model_device(model: Any) -> torch.device:
         raise UnsupportedModelError(name, f"its weights must be on one device, found {found}", "move it with .to(...)")
     device = devices.pop()
     if device.type not in ("cpu", "cuda"):
-        raise UnsupportedModelError(name, f"there are no kernels for {device}", "move it with .to('cpu') or .to('cuda')")
+        raise UnsupportedModelError(
+            name, f"there are no kernels for {device}", "move it with .to('cpu') or .to('cuda')"
+        )
     return device
 
 
 def interpreted() -> bool:
     """Whether CPU tensors go through Triton's interpreter."""
-    return os.environ.get("JACOBI_BACKEND") == "triton"
+    return os.environ.get("JACOBI_BACKEND") == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def runs_triton(device: torch.device) -> bool:
@@ -96,12 +95,13 @@ def auto_settings(device: torch.device) -> BlockSettings:
 
 
 def wanted_step_mode(given: str | None = None) -> str:
-    """One of STEP_MODES: ``given``, else the environment's JACOBI_STEP, else auto; DeviceError for another word.
+    """One of STEP_MODES: ``given``, else the environment's JACOBI_STEP, else graph; DeviceError for another word.
 
     graph: the launches of a step are captured once and replayed; launches: one by one; cooperative: one launch of the
-    CUDA program. auto: whichever of graph and cooperative a short measurement finds faster, once per decoder.
+    CUDA program. auto: whichever of graph and cooperative takes less time in a short measurement, once per decoder.
+    The two programs round differently, so auto is no default: what one process decodes must not hang on a clock.
     """
-    mode = given or os.environ.get("JACOBI_STEP") or "auto"
+    mode = given or os.environ.get("JACOBI_STEP") or "graph"
     if mode not in STEP_MODES:
         raise DeviceError(f"JACOBI_STEP must be one of {', '.join(STEP_MODES)}, got {mode!r}")
     return mode

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from jacobi_decoding.devices import model_device, runs_triton
 from jacobi_decoding.errors import UnsupportedModelError
 from jacobi_decoding.sampling import SamplingParams
 from jacobi_kernels.state import DecodeState, StateColumn
@@ -18,7 +19,10 @@ class Engine(Protocol):
     """Steps one model over a DecodeState."""
 
     name: str
+    device: torch.device
 
+    @property
+    def backend(self) -> str: ...
     @property
     def vocab_size(self) -> int: ...
     @property
@@ -29,20 +33,23 @@ class Engine(Protocol):
     def step(self, state: DecodeState, cache: Any, sampling: SamplingParams) -> None: ...
 
 
-def choose_engine(model: Any, path: str) -> tuple[Engine, str]:
-    """The engine for ``path`` ('auto', 'step' or 'modules') and the reason in words.
+def choose_engine(model: Any, path: str, step_mode: str | None = None) -> tuple[Engine, str]:
+    """The engine for ``path`` ('auto', 'step' or 'modules') on the model's device, and the reason in words.
 
-    UnsupportedModelError when the wanted path, or with 'auto' neither, can run the model; ValueError for another path.
+    step_mode: of a DeviceStepEngine. UnsupportedModelError when the wanted path, or with 'auto' neither, can run the
+    model; ValueError for another path.
     """
     if path not in ("auto", "step", "modules"):
         raise ValueError(f"path must be 'auto', 'step' or 'modules', got {path!r}")
+    from jacobi_decoding.device_engine import DeviceStepEngine
     from jacobi_decoding.module_engine import ModuleEngine
     from jacobi_decoding.step_engine import StepEngine
 
+    triton = runs_triton(model_device(model))
     if path == "modules":
         return ModuleEngine(model), "asked for"
     try:
-        engine = StepEngine(model)
+        engine = DeviceStepEngine(model, step_mode) if triton else StepEngine(model)
         check_step_engine(engine)
     except UnsupportedModelError as error:
         if path == "step":
@@ -62,6 +69,7 @@ def check_step_engine(engine: Any) -> None:
     model = engine.model
     prompt = [(7 * i + 3) % engine.vocab_size for i in range(CHECK_TOKENS)]
     state = DecodeState.allocate([prompt], max_new_tokens=CHECK_TOKENS, block_size=4, blocks=1, candidates=0)
+    state = state.to(engine.device)
     with engine.running():
         cache = engine.allocate_cache(1, state.cache_capacity)
         while state.running:

@@ -43,7 +43,8 @@ class _RowsLayer(CacheLayerMixin):
 class LayoutCache(Cache):
     """Key and value rows of every layer, with the layout and lengths of the step that runs.
 
-    k_cache, v_cache [layers, B, capacity, KVH, D]. Sequences have different lengths and a forward holds rows of all of
+    k_cache, v_cache [layers, B, capacity, KVH, D]. layout, cache_seqlens, positions [T]: of the running forward, beside
+    the caches; most: the last position in it. Sequences have different lengths and a forward holds rows of all of
     them, so transformers' one "sequence length" is 0 here and positions always travel as explicit ``position_ids``.
     """
 
@@ -54,13 +55,18 @@ class LayoutCache(Cache):
         shape = (layers, batch, capacity, kv_heads, head_dim)
         self.k_cache = torch.zeros(shape, dtype=dtype, device=device)
         self.v_cache = torch.zeros(shape, dtype=dtype, device=device)
-        self.layout = BlockLayout.chain([0] * batch)
-        self.cache_seqlens = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.begin(BlockLayout.chain([0] * batch), torch.zeros(batch, dtype=torch.int32))
 
     def begin(self, layout: BlockLayout, cache_seqlens: Tensor) -> None:
-        """Set the layout, which has no holes, and the committed lengths [B] int32 of the next forward."""
-        self.layout = layout
-        self.cache_seqlens = cache_seqlens
+        """Set the layout, which has no holes, and the committed lengths [B] int32 of the next forward, both on the CPU.
+
+        On the CPU ``cache_seqlens`` stays the caller's tensor.
+        """
+        positions = layout.positions(cache_seqlens)
+        self.most = int(positions.max()) if layout.rows else -1
+        device = self.k_cache.device
+        self.layout, self.positions = layout.to(device), positions.to(device)
+        self.cache_seqlens = cache_seqlens.to(device)
 
     def get_conv_state(self, *args: Any, **kwargs: Any) -> Any:
         """Convolution and recurrent states depend on the order of evaluation: no layout can branch them."""

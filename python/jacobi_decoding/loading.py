@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from jacobi_decoding.devices import checked_device
 from jacobi_decoding.model_cache import cached_gguf
 
 if TYPE_CHECKING:
@@ -56,18 +57,20 @@ def load_model(
     model: str | os.PathLike[str] | None = None,
     dtype: str | torch.dtype = "float32",
     *,
+    device: str | torch.device = "cpu",
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Load a causal language model for the CPU.
+    """Load a causal language model.
 
     model: a local folder, a .gguf file, a hub id that is in the local cache, the name of a shipped model (jacobi-6m,
         trained for parallel decoding, or jacobi-6m-base, from which it was), or None for the default model.
     dtype: float32 or bfloat16. GGUF weights are dequantised to float32 first, then rounded to it.
+    device: cpu, cuda or cuda:N.
     progress: called with one line before anything that takes seconds.
-    Raises LoadError.
+    Raises LoadError, or DeviceError for a device that cannot be used.
     """
     start = time.perf_counter()
-    torch_dtype = check_dtype(dtype)
+    torch_dtype, target = check_dtype(dtype), checked_device(device)
     source = default_model_path() if model is None else _resolve(model)
     problem = None
     with _quiet_transformers():
@@ -81,7 +84,8 @@ def load_model(
                 name = str(model)
             else:
                 name = source.resolve().name if isinstance(source, Path) else source
-    return LoadedModel(loaded.eval(), tokenizer, name, str(source), torch_dtype, time.perf_counter() - start, problem)
+    loaded = loaded.eval().to(target)
+    return LoadedModel(loaded, tokenizer, name, str(source), torch_dtype, time.perf_counter() - start, problem)
 
 
 def check_dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -1,4 +1,8 @@
-"""The module path: one decoding step as a forward of the wrapped transformers model and three ops."""
+"""The module path: one decoding step as a forward of the wrapped transformers model and three ops.
+
+The decode state stays on the CPU, where layouts are made; on a GPU the model's forward, verification and the cache run
+there, and a step reads the verified tokens back.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import Any
 import torch
 
 from jacobi_decoding.adapter import adapt
+from jacobi_decoding.devices import runs_triton
 from jacobi_decoding.layout_cache import LayoutCache
 from jacobi_decoding.sampling import SamplingParams
 from jacobi_kernels.state import DecodeState
@@ -26,6 +31,12 @@ class ModuleEngine:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.adapter = adapt(model)
+        self.device = self.adapter.device
+
+    @property
+    def backend(self) -> str:
+        """Whose kernels run."""
+        return "triton" if runs_triton(self.device) else "cpu"
 
     @property
     def vocab_size(self) -> int:
@@ -61,8 +72,8 @@ class ModuleEngine:
         layout = compact.layout
         if layout.rows == 0:
             return
-        tokens = state.tokens[compact.rows]
         cache.begin(layout, state.cache_seqlens)
+        tokens, there = state.tokens[compact.rows].to(self.device), cache.layout
         hidden = self.adapter.forward(tokens.long(), cache)
         head = self.adapter.packed_head()
         predictions, accepted, num_accepted, fixed_point = torch.ops.jacobi.argmax_verify.default(
@@ -71,16 +82,18 @@ class ModuleEngine:
             head.bias,
             head.out_features,
             tokens,
-            state.num_final,
-            state.cache_seqlens,
-            layout.cu_seqlens_q,
-            layout.segments,
-            layout.cu_segments,
+            state.num_final.to(self.device),
+            cache.cache_seqlens,
+            there.cu_seqlens_q,
+            there.segments,
+            there.cu_segments,
             logit_scale=self.adapter.head_transform.scale,
             softcap=self.adapter.head_transform.softcap,
             **sampling.op_args(),
         )
         torch.ops.jacobi.commit.default(
-            cache.k_cache, cache.v_cache, state.cache_seqlens, accepted, num_accepted, layout.cu_seqlens_q
+            cache.k_cache, cache.v_cache, cache.cache_seqlens, accepted, num_accepted, there.cu_seqlens_q
         )
-        state.redraft(compact.expand(predictions), compact.expand_accepted(accepted), num_accepted, fixed_point)
+        state.cache_seqlens.copy_(cache.cache_seqlens)
+        predictions, accepted, num_accepted = (t.cpu() for t in (predictions, accepted, num_accepted))
+        state.redraft(compact.expand(predictions), compact.expand_accepted(accepted), num_accepted, fixed_point.cpu())

@@ -11,10 +11,21 @@ from jacobi_decoding.stats import DecodeStats
 
 
 @contextmanager
-def op_profile(stats: DecodeStats, enabled: bool) -> Iterator[None]:
-    """Fill ``stats.op_share``: op -> share of the time, from torch's profiler and the step op's own clock."""
+def op_profile(stats: DecodeStats, enabled: bool, device: torch.device) -> Iterator[None]:
+    """Fill ``stats.op_share``: op -> share of the time, from torch's profiler and the step op's own clock.
+
+    On a GPU: kernel -> share of its time.
+    """
     if not enabled:
         yield
+        return
+    if device.type == "cuda":
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            yield
+            torch.cuda.synchronize(device)
+        times = {event.key: event.self_device_time_total for event in profiler.key_averages()}
+        all_kernels = sum(times.values()) or 1.0
+        stats.op_share = {name: t / all_kernels for name, t in sorted(times.items(), key=lambda i: -i[1])}
         return
     torch.ops.jacobi._phase_seconds.default()  # reset
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from jacobi_decoding.devices import model_device
 from jacobi_decoding.errors import UnsupportedModelError
 from jacobi_decoding.head import head_module
 
@@ -44,14 +45,12 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     if dtype not in (torch.float32, torch.bfloat16):
         remedy = "use model.to(torch.float32) or model.to(torch.bfloat16)"
         raise UnsupportedModelError(name, f"{str(dtype)[6:]} is not supported", remedy)
-    if devices := {p.device.type for p in model.parameters()} - {"cpu"}:
-        why = f"it is on {' and '.join(sorted(devices))}, where these ops do not run"
-        raise UnsupportedModelError(name, why, "use model.to('cpu')")
+    model_device(model)
 
 
 def refuse_mode(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError for what makes a forward random, or computes in other dtypes than the model's."""
-    if torch.is_autocast_enabled("cpu"):
+    if torch.is_autocast_enabled(model.device.type):
         raise UnsupportedModelError("autocast", "it would change dtypes inside the model", "leave torch.autocast first")
     if model.training:
         for name, module in model.named_modules():

@@ -46,8 +46,10 @@ def run_self_check(adapter: ModelAdapter) -> HeadTransform:
 def _probe(adapter: ModelAdapter, tokens: Tensor) -> Tensor:
     """Hidden states of ``tokens`` [1, T] without a cache; on the way the attention layers become known."""
     try:
-        with adapter.hook.probing(BlockLayout.chain([tokens.shape[1]])), RowGuard():
-            return adapter.call_decoder(tokens, torch.arange(tokens.shape[1])[None], adapter.empty_cache())
+        layout = BlockLayout.chain([tokens.shape[1]]).to(tokens.device)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        with adapter.hook.probing(layout), RowGuard():
+            return adapter.call_decoder(tokens, positions, adapter.empty_cache())
     except UnsupportedModelError:
         raise
     except Exception as error:
@@ -65,7 +67,7 @@ def _line(error: Exception) -> str:
 def _check_tokens(model: Any) -> Tensor:
     """[1, 8] token ids spread over the vocabulary, the same in every run."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    return torch.tensor([[(7919 * (i + 1)) % vocabulary for i in range(CHECK_TOKENS)]])
+    return torch.tensor([[(7919 * (i + 1)) % vocabulary for i in range(CHECK_TOKENS)]], device=model.device)
 
 
 def _forward(adapter: ModelAdapter, tokens: Tensor, lengths: list[int]) -> Tensor:

@@ -166,7 +166,9 @@ class StepView:
 def count_step(stats: DecodeStats, before: StepView, after: list[list[int]], seconds: float) -> None:
     """Add a step to ``stats``; ``after``: the columns of every row's state when it had ended."""
     stats.forwards += 1
-    decoding = [c[StateColumn.DONE] == 0 and c[StateColumn.TEXT_LEN] > c[StateColumn.PROMPT_LEN] for c in before.columns]
+    decoding = [
+        c[StateColumn.DONE] == 0 and c[StateColumn.TEXT_LEN] > c[StateColumn.PROMPT_LEN] for c in before.columns
+    ]
     stats.positions += sum(map(sum, before.lengths))
     if any(decoding):
         stats.step_seconds.append(seconds)

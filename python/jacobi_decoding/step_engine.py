@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jacobi_decoding.devices import model_device
 from jacobi_decoding.errors import UnsupportedModelError
 from jacobi_decoding.sampling import SamplingParams
 from jacobi_decoding.step_model import StepModel, describe_step_model
+from jacobi_kernels.ops import step_workspace_size
 from jacobi_kernels.state import DecodeState
 from jacobi_kernels.step_weights import StepWeights, aligned_bytes
 
@@ -32,17 +34,23 @@ class StepCache:
 class StepEngine:
     """Steps a model of the Llama kind (Llama, Mistral, Qwen2, Qwen3, SmolLM3) without touching its modules.
 
-    model: a transformers causal language model on the CPU, float32 or bfloat16. UnsupportedModelError, with the reason,
-    when the op cannot run it. Weights are packed at first use, and again after a parameter has changed.
+    model: a transformers causal language model, float32 or bfloat16. UnsupportedModelError, with the reason, when the
+    op cannot run it. Weights are packed at first use, and again after a parameter has changed.
     """
 
     name = "multi_block_step"
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self.device = model_device(model)
         self.step_model: StepModel = describe_step_model(model)
         self._weights: StepWeights | None = None
         self._packed_from: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def backend(self) -> str:
+        """Whose kernels run."""
+        return "cpu"
 
     @property
     def vocab_size(self) -> int:
@@ -86,15 +94,22 @@ class StepEngine:
         self.weights()
         yield
 
+    def step_op(self) -> Any:
+        """The op that a step calls."""
+        return torch.ops.jacobi.multi_block_step.default
+
+    def workspace_size(self, rows: int, batch: int, segments: int) -> int:
+        """Bytes of scratch memory that a step over ``rows`` query slots needs."""
+        weights = self._weights if self._weights is not None else self.weights()
+        return step_workspace_size(weights.descriptor, rows, batch, segments, device=self.device)
+
     def step(self, state: DecodeState, cache: StepCache, sampling: SamplingParams) -> None:
         """Evaluate the layout of ``state``, verify, commit and lay out the next step; all in place."""
         weights = self._weights if self._weights is not None else self.weights()
-        needed = torch.ops.jacobi.step_workspace_size.default(
-            weights.descriptor, state.tokens.shape[0], state.batch, state.segments.shape[0]
-        )
+        needed = self.workspace_size(state.tokens.shape[0], state.batch, state.segments.shape[0])
         if cache.workspace.numel() < needed:  # the first step, or more threads than before
-            cache.workspace = aligned_bytes(needed)
-        torch.ops.jacobi.multi_block_step.default(
+            cache.workspace = aligned_bytes(needed, self.device)
+        self.step_op()(
             weights.blob,
             weights.descriptor,
             cache.k_cache,

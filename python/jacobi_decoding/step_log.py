@@ -7,7 +7,6 @@ beginning of the next one. Records are appended by a counter on the device, so t
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from jacobi_decoding.stats import StepView
 from jacobi_kernels.state import STATE_COLUMNS, STEP_ERRORS, DecodeState, StateColumn

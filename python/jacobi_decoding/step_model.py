@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from jacobi_decoding.devices import model_device
 from jacobi_decoding.errors import UnsupportedModelError
 from jacobi_kernels.step_weights import DTYPES, StepConfig, StepWeights, pack_step_weights
 
@@ -50,8 +51,7 @@ def describe_step_model(model: Any) -> StepModel:
     dtypes = {p.dtype for p in model.parameters()}
     if len(dtypes) != 1 or not dtypes <= set(DTYPES):
         raise _refusal(name, "all weights must be float32, or all bfloat16")
-    if any(p.device.type != "cpu" for p in model.parameters()):
-        raise _refusal(name, "the CPU kernels need every weight on the CPU")
+    model_device(model)
     _check_modules(name, model)
     c = model.config
     layers = model.model.layers
@@ -74,7 +74,7 @@ def describe_step_model(model: Any) -> StepModel:
         head_dim=head_dim,
         intermediate_size=c.intermediate_size,
         vocab_size=model.get_output_embeddings().weight.shape[0],
-        inv_freq=rope.inv_freq.detach().float().clone(),
+        inv_freq=rope.inv_freq.detach().to("cpu", torch.float32, copy=True),
         norm_eps=epsilons.pop(),
         rope_scale=float(getattr(rope, "attention_scaling", 1.0)),
         windows=[_window(layer, c, i) for i, layer in enumerate(layers)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,13 @@ def integer(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
 def block_size(text: str) -> int | str:
     """Parser of a block size, or 'auto'."""
     return text if text == "auto" else integer(1, 4096)(text)
+
+
+def device(text: str) -> str:
+    """Parser of a device's name; whether it is there shows when it is used."""
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", text):
+        raise argparse.ArgumentTypeError(f"must be cpu, cuda or cuda:N, got {text!r}")
+    return text
 
 
 def number(low: float, high: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
@@ -68,7 +76,13 @@ def add_model_arguments(
 
 
 def add_device_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=["cpu"], default="cpu", help="where the kernels run (default: %(default)s)")
+    parser.add_argument(
+        "--device",
+        type=device,
+        default="cpu",
+        metavar="DEVICE",
+        help="where the kernels run: cpu, cuda or cuda:N (default: %(default)s)",
+    )
     parser.add_argument("--threads", type=integer(1, 1024), metavar="N", help="CPU threads (default: all cores)")
 
 
@@ -107,11 +121,11 @@ def add_block_arguments(parser: argparse.ArgumentParser, *, adaptive: bool = Fal
 
 
 def load(args: argparse.Namespace, *, need_tokenizer: bool = True) -> LoadedModel:
-    """The model that ``args`` names, with a note on stderr when it takes long."""
+    """The model that ``args`` names, on the device that they name, with a note on stderr when it takes long."""
     from jacobi_decoding.cli import CommandError, note
     from jacobi_decoding.loading import load_model
 
-    loaded = load_model(args.model, args.dtype, progress=note)
+    loaded = load_model(args.model, args.dtype, device=getattr(args, "device", "cpu"), progress=note)
     if need_tokenizer and loaded.tokenizer is None:
         raise CommandError(
             f"{loaded.source!r} has no usable tokenizer ({loaded.tokenizer_problem}); "

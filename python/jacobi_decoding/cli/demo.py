@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     results = []
     for model, prompts, block_size in _models(args):
         note("loading the model")
-        loaded = shared.load(argparse.Namespace(model=model, dtype=args.dtype))
+        loaded = shared.load(argparse.Namespace(model=model, dtype=args.dtype, device=args.device))
         results.append(_compare(loaded, prompts[: args.limit], block_size, args))
     if target:
         trained = {"trained": results[0]} if len(results) > 1 else {}

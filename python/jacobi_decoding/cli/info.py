@@ -23,6 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="load a model as well (without a name: the default model) and say which path would run it and why",
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="for --model")
+    parser.add_argument(
+        "--device", type=shared.device, default="cpu", metavar="DEVICE", help="for --model (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -30,6 +33,7 @@ def run(args: argparse.Namespace) -> None:
     facts: dict[str, Any] = {
         "versions": _versions(),
         "cpu": _cpu(),
+        "devices": _devices(),
         "build": _build(),
         "ops": _ops(),
         "default_model": _default_model(),
@@ -76,6 +80,12 @@ def _cpu_name() -> str:
             return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or "unknown"
+
+
+def _devices() -> dict[str, Any]:
+    from jacobi_decoding.devices import device_facts
+
+    return device_facts()
 
 
 def _build() -> dict[str, Any]:
@@ -133,6 +143,8 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
         "type": config.model_type,
         "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
         "dtype": args.dtype,
+        "device": str(decoder.engine.device),
+        "backend": decoder.engine.backend,
         "path": decoder.path,
         "path_reason": decoder.path_reason,
         "chat_template": bool(loaded.tokenizer and loaded.tokenizer.chat_template),
@@ -146,11 +158,18 @@ def _print(facts: dict[str, Any]) -> None:
     cpu = facts["cpu"]
     has = [name for name, there in cpu["features"].items() if there]
     override = f" (JACOBI_CPU_ISA={cpu['kernels_override']})" if cpu["kernels_override"] else ""
+    devices = facts["devices"]
+    gpus = [
+        f"{gpu['name']}, {gpu['memory_gib']} GiB, compute capability {gpu['compute_capability']}"
+        for gpu in devices["gpus"]
+    ]
     rows = {
         "versions": ", ".join(f"{name} {value or 'not installed'}" for name, value in facts["versions"].items()),
         "CPU": f"{cpu['name']}, {cpu['cores']} cores, {cpu['threads']} threads used",
         "CPU features": ", ".join(has) or "none of those that the kernels ask for",
         "kernels": f"{cpu['kernels']}{override}",
+        "backends": f"cpu: {devices['cpu']}; cuda: {devices['cuda'] or 'none'}",
+        "GPUs": "; ".join(gpus) or devices["cuda_problem"],
         "build": ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts["build"].items()),
         "default model": facts["default_model"] or "not installed",
         "model copies": facts["cache"] or "none are kept",
@@ -158,7 +177,7 @@ def _print(facts: dict[str, Any]) -> None:
     if "model" in facts:
         model = facts["model"]
         size = f"{model['parameters'] / 1e6:.1f}M parameters"
-        rows["model"] = f"{model['name']} ({model['type']}, {size}, {model['dtype']})"
+        rows["model"] = f"{model['name']} ({model['type']}, {size}, {model['dtype']}, {model['device']})"
         rows["path"] = f"{model['path']}: {model['path_reason']}"
     console = Console(soft_wrap=True, highlight=False)
     for name, value in rows.items():
