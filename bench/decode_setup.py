@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ class DecodeSetup:
 
     def __init__(self, weights: StepWeights, *, rows: int, cached: int, blocks: int = 1, candidates: int = 0) -> None:
         generator = torch.Generator().manual_seed(rows + cached)
-        vocab = weights[DescriptorField.VOCAB]
+        vocab, device = weights[DescriptorField.VOCAB], weights.blob.device
         # Few different tokens, so that the search for continuations finds many.
         text = torch.randint(min(vocab, 64), (cached + 1,), generator=generator).tolist()
         chain = blocks * rows
@@ -42,13 +44,14 @@ class DecodeSetup:
         row = state.state[0]
         row[StateColumn.PROMPT_LEN] = max(cached, 1)
         row[StateColumn.NUM_FINAL], row[StateColumn.ACTIVE] = 1, blocks
-        self.weights, self.state, self.cached = weights, state, cached
+        self.weights, self.state, self.cached = weights, state.to(device), cached
         self.k_cache, self.v_cache = weights.allocate_cache(1, state.cache_capacity)
         for cache in (self.k_cache, self.v_cache):
-            cache[:, :, :cached] = torch.randn(cache[0, :, :cached].shape, generator=generator).to(cache.dtype)
-        size = ops.step_workspace_size(weights.descriptor, state.tokens.numel(), 1, state.segments.shape[0])
-        self.workspace = aligned_bytes(size)
-        self._saved = {name: getattr(state, name).clone() for name in MUTABLE}
+            cache[:, :, :cached] = torch.randn(cache[0, :, :cached].shape, generator=generator).to(cache)
+        sizes = (state.tokens.numel(), 1, state.segments.shape[0])
+        size = ops.step_workspace_size(weights.descriptor, *sizes, device=device)
+        self.workspace = aligned_bytes(size, device)
+        self._saved = {name: getattr(self.state, name).clone() for name in MUTABLE}
 
     @property
     def rows(self) -> int:
@@ -58,9 +61,8 @@ class DecodeSetup:
     @property
     def visible(self) -> int:
         """Keys that they see, all together."""
-        positions = BlockLayout(self.state.cu_seqlens_q, self._saved["segments"], self.state.cu_segments).positions(
-            self._saved["cache_seqlens"]
-        )
+        layout = (self.state.cu_seqlens_q, self._saved["segments"], self.state.cu_segments)
+        positions = BlockLayout(*(t.cpu() for t in layout)).positions(self._saved["cache_seqlens"].cpu())
         return int((positions + 1).sum())
 
     @property
@@ -74,10 +76,10 @@ class DecodeSetup:
         for name, saved in self._saved.items():
             getattr(self.state, name).copy_(saved)
 
-    def step(self) -> None:
-        """One call of ``multi_block_step``."""
+    def step(self, op: Callable[..., None] = ops.multi_block_step) -> None:
+        """One call of ``multi_block_step``, or of another op with its arguments."""
         s = self.state
-        ops.multi_block_step(
+        op(
             self.weights.blob,
             self.weights.descriptor,
             self.k_cache,

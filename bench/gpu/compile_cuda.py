@@ -90,13 +90,14 @@ def compile_kernels(name: str, target: int) -> list[Compiled]:
 
 def _compile_device(name: str, target: int, to: Path) -> tuple[str, dict[str, str]]:
     """(what ptxas said, disassembly of every function)."""
+    from torch.utils.cpp_extension import COMMON_NVCC_FLAGS  # setup.py's build adds them
     from triton.backends import nvidia
 
     nvcc = find_nvcc()
     assert nvcc is not None
     arch = ARCHITECTURE[target].removeprefix("sm_")
     code = f"-gencode=arch=compute_{arch},code=sm_{arch}"
-    log = tool([nvcc, *DEVICE_FLAGS, code, "-I", ROOT / "csrc", "-c", KERNELS / name, "-o", to])
+    log = tool([nvcc, *DEVICE_FLAGS, *COMMON_NVCC_FLAGS, code, "-I", ROOT / "csrc", "-c", KERNELS / name, "-o", to])
     disassembler = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
     pieces = re.split(r"^\s*Function : (\w+)$", tool([disassembler, "--dump-sass", to]), flags=re.MULTILINE)
     return log, dict(zip(pieces[1::2], pieces[2::2], strict=True))
