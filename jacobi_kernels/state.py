@@ -220,9 +220,7 @@ class DecodeState:
             candidates=candidates,
             spawn_ratio=spawn_ratio,
         )
-        nothing = torch.full_like(self.tokens, -1)
-        none_accepted = torch.zeros(batch, dtype=torch.int32)
-        self.redraft(nothing, nothing, none_accepted, none_accepted.bool())
+        self.lay_out()
         return self
 
     def to(self, device: torch.device | str) -> DecodeState:
@@ -252,6 +250,12 @@ class DecodeState:
             segments=segments.view(-1, 4),
             cu_seqlens_q=bounds.to(self.tokens.device),
         )
+
+    def lay_out(self) -> None:
+        """Lay out a first step, from the tokens that the cache holds already: the next piece of every prompt."""
+        nothing = torch.full_like(self.tokens, -1)
+        none_accepted = torch.zeros_like(self.cache_seqlens)
+        self.redraft(nothing, nothing, none_accepted, none_accepted.bool())
 
     def redraft(self, predictions: Tensor, accepted_rows: Tensor, num_accepted: Tensor, fixed_point: Tensor) -> None:
         """Call :func:`jacobi_kernels.ops.redraft` on this state with the results of ``argmax_verify``."""

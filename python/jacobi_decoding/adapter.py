@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from jacobi_decoding import attention_hook
+from jacobi_decoding.devices import on_device
 from jacobi_decoding.errors import UnsupportedModelError
 from jacobi_decoding.head import HeadTransform, packed_head
 from jacobi_decoding.layout_cache import LayoutCache
@@ -190,18 +191,30 @@ class ModelAdapter:
             yield
             return
         refuse_mode(self.model)
-        decoder = self.decoder
-        before = _attention_settings(self.model)
         self._depth += 1
         try:
-            with swapped(decoder, self.packed):
-                set_attention(decoder, attention_hook.NAME)
-                with torch.no_grad():
-                    yield
+            with (
+                on_device(self.device),
+                attention_of(self.model, attention_hook.NAME),
+                swapped(self.decoder, self.packed),
+                torch.no_grad(),
+            ):
+                yield
         finally:
             self._depth -= 1
-            for config, implementation in before:
-                config._attn_implementation = implementation
+
+
+@contextmanager
+def attention_of(model: Any, name: str) -> Iterator[None]:
+    """Let ``model`` attend by what transformers knows as ``name``; its own settings come back afterwards."""
+    base = base_model(model)
+    before = _attention_settings(base)
+    try:
+        set_attention(base.get_decoder(), name)
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation = implementation
 
 
 def _attention_settings(model: PreTrainedModel) -> list[tuple[Any, Any]]:

@@ -20,9 +20,10 @@ from jacobi_decoding.controller import (
     StepCost,
     measure_step_cost,
 )
-from jacobi_decoding.device_engine import DeviceStepEngine, launch_counts
+from jacobi_decoding.device_engine import DeviceStepEngine, Prefill, launch_counts
 from jacobi_decoding.devices import auto_settings, checked_device, runs_triton
 from jacobi_decoding.engine import Engine, choose_engine
+from jacobi_decoding.flash_prefill import NOTICE, PREFILLS, check_flash_attn, take_in_prompts
 from jacobi_decoding.loading import load_model
 from jacobi_decoding.profiling import op_profile
 from jacobi_decoding.sampling import PerRow, SamplingParams
@@ -89,6 +90,7 @@ class JacobiDecoder:
         pool_from_prompt: bool | Sequence[bool] = True,
         pool_rows: int = 32,
         spawn_ratio: float = 0.85,
+        prefill: Literal["exact", "flash-attn"] = "exact",
         do_sample: bool = False,
         temperature: PerRow = 1.0,
         top_k: PerRow | None = None,
@@ -111,6 +113,7 @@ class JacobiDecoder:
         step by step, from measured step times and what was accepted so far (blocks and candidates are then not used);
         on a GPU it stands for the fixed devices.GPU_SETTINGS, which the statistics name.
         pool_from_prompt: guesses may be copied from the prompt. pool_rows, spawn_ratio: see DecodeState.
+        prefill: 'flash-attn' takes prompts in by that package where exactness does not matter (see flash_prefill).
         do_sample: seeded sampling with temperature, top_k, top_p; the same seed gives the same tokens for every block
         setting and batch. seed None: drawn from torch's generator.
         eos_token_id: stop tokens; by default the generation config's; None: none.
@@ -121,6 +124,7 @@ class JacobiDecoder:
         Raises ValueError naming the argument.
         """
         self._follow_model()
+        take_in = self._prefill(prefill)
         adaptive = isinstance(block_size, str) and block_size == "auto"
         if not adaptive:
             block_size = whole_number("block_size", block_size, 1, MAX_DRAFT_OPTION, others=", or 'auto'")
@@ -160,7 +164,7 @@ class JacobiDecoder:
         )
         controller = Controller(self._measured_cost()) if adaptive else None
         stats = DecodeStats(self.engine.backend, self.path, int(block_size), blocks, candidates, adaptive=adaptive)
-        self._run(state, sampling, stats, streamer, step_callback, input_ids, profile, controller)
+        self._run(state, sampling, stats, streamer, step_callback, input_ids, profile, controller, take_in)
         sequences = padded_sequences(input_ids, state, self._pad_token(pad_token_id, eos_token_id))
         return (sequences, stats) if return_stats else sequences
 
@@ -174,6 +178,7 @@ class JacobiDecoder:
         input_ids: Tensor,
         profile: bool,
         controller: Controller | None,
+        take_in: Prefill | None,
     ) -> None:
         """Decode until every row is done."""
         if streamer is not None:
@@ -184,7 +189,7 @@ class JacobiDecoder:
                     each_step = None
                     if streamer is not None or step_callback is not None:
                         each_step = partial(_after_step, streamer=streamer, step_callback=step_callback)
-                    self.engine.run(state, sampling, stats, each_step)
+                    self.engine.run(state, sampling, stats, each_step, take_in)
                 else:
                     self._run_here(state, sampling, stats, streamer, step_callback, controller)
         finally:
@@ -218,6 +223,16 @@ class JacobiDecoder:
         recorder.finish()
         if before is not None:
             stats.launches = dict(launch_counts() - before)
+
+    def _prefill(self, prefill: str) -> Prefill | None:
+        """What takes prompts in before the first step; None: the steps do."""
+        if prefill not in PREFILLS:
+            raise ValueError(f"prefill must be one of {', '.join(PREFILLS)}, got {prefill!r}")
+        if prefill == "exact":
+            return None
+        check_flash_attn(self.model, self.path)
+        warnings.warn(NOTICE, stacklevel=4)
+        return partial(take_in_prompts, self.model)
 
     def _measured_cost(self) -> StepCost:
         """Time of a step against its query tokens; measured once per decoder and number of threads."""

@@ -38,6 +38,7 @@ MEASURED_STEPS = 8  # of the graph and of the cooperative step, to choose one
 COOPERATIVE = "_cooperative_step"
 
 EachStep = Callable[[DecodeState], None]
+Prefill = Callable[[DecodeState, StepCache], None]
 
 
 @dataclass
@@ -67,6 +68,8 @@ class DeviceStepEngine(StepEngine):
         self._mode = self._available(wanted_step_mode(step_mode))
         self._plans: dict[Hashable, Plan] = {}  # the latest last
         self._lock = threading.RLock()
+        # A step over sequences that have ended costs nothing that matters, but in the interpreter.
+        self.lag = 1 if self.device.type == "cuda" else 0
         self._stream: Any = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     @property
@@ -107,12 +110,12 @@ class DeviceStepEngine(StepEngine):
         sampling: SamplingParams,
         stats: DecodeStats,
         each_step: EachStep | None = None,
-        prefill: EachStep | None = None,
+        prefill: Prefill | None = None,
     ) -> None:
         """Decode ``state``, a CPU state before its first step, until every row is done; it holds the result then.
 
         stats: filled in. each_step: called after every step with the state on the device, which it may end rows of.
-        prefill: called with the state on the device before the first step.
+        prefill: called with state and cache on the device before the first step; it leaves one prompt token to do.
         Raises DeviceStepError, one line, when a step finds a sequence that it cannot run.
         """
         started = time.perf_counter()
@@ -124,9 +127,9 @@ class DeviceStepEngine(StepEngine):
             run.go(each_step, prefill)
             result = plan.state.to("cpu")
             state.text.copy_(result.text[:, : state.text.shape[1]])
-            for mine, theirs in ((state.state, result.state), (state.cache_seqlens, result.cache_seqlens)):
-                mine.copy_(theirs)
-        run.account(stats, state)
+            state.state.copy_(result.state)
+            state.cache_seqlens.copy_(result.cache_seqlens)
+            run.account(stats, state)
         stats.seconds = time.perf_counter() - started
 
     @contextmanager
@@ -135,12 +138,11 @@ class DeviceStepEngine(StepEngine):
         if self._stream is None:
             yield
             return
-        with torch.cuda.device(self.device):
-            callers = torch.cuda.current_stream()
-            self._stream.wait_stream(callers)
-            with torch.cuda.stream(self._stream):
-                yield
-            callers.wait_stream(self._stream)
+        callers = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(callers)
+        with torch.cuda.stream(self._stream):
+            yield
+        callers.wait_stream(self._stream)
 
     def _plan_for(self, state: DecodeState, sampling: SamplingParams) -> Plan:
         """The plan of runs like this one, from an earlier one when there is one."""
@@ -225,11 +227,11 @@ class _Run:
         self.seconds: list[float] = []
         self.launches: Counter[str] = Counter()
 
-    def go(self, each_step: EachStep | None, prefill: EachStep | None) -> None:
+    def go(self, each_step: EachStep | None, prefill: Prefill | None) -> None:
         if prefill is not None:
-            prefill(self.wide)
+            prefill(self.wide, self.plan.cache)
             self.prompt_steps = 1
-        words = _StatusWords(self.plan.log.status, lag=0 if each_step is not None else 1)
+        words = _StatusWords(self.plan.log.status, self.engine.lag if each_step is None else 0)
         while True:
             self.step()
             words.submit()
@@ -289,9 +291,7 @@ class _Run:
     def _capture(self) -> None:
         """Capture a decode step; a capture launches nothing."""
         before = launch_counts()
-        self.plan.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.plan.graph, stream=self.engine._stream, capture_error_mode="thread_local"):
-            _launch_step(self.engine, self.plan, self.state)
+        self.plan.graph = capture(lambda: _launch_step(self.engine, self.plan, self.state), self.engine._stream)
         self.plan.graph_launches = launch_counts() - before
 
     @contextmanager
@@ -309,7 +309,7 @@ class _StatusWords:
     def __init__(self, status: Tensor, lag: int) -> None:
         self.status = status
         self.cuda = status.device.type == "cuda"
-        self.lag = lag if self.cuda else 0
+        self.lag = lag
         self.last: Any = self._mark()
         self.pending: deque[tuple[Tensor, Any]] = deque()
         self.slots = torch.zeros(2, dtype=torch.int32, pin_memory=self.cuda)
@@ -368,6 +368,14 @@ def load(plan: Plan, state: DecodeState, sampling: SamplingParams) -> DecodeStat
     plan.log.clear()
     shared = {name: getattr(own, name) for name in ("text", "pool", "state", "cache_seqlens", "stop_tokens")}
     return replace(_copy_of(state, own.state.device), **shared)
+
+
+def capture(launch: Callable[[], None], stream: Any) -> Any:
+    """What ``launch`` does on ``stream``, to be replayed."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        launch()
+    return graph
 
 
 def launch_counts() -> Counter[str]:

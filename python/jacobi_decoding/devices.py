@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,11 @@ def model_device(model: Any) -> torch.device:
             name, f"there are no kernels for {device}", "move it with .to('cpu') or .to('cuda')"
         )
     return device
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a GPU the current one, where kernels are launched."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def interpreted() -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jacobi_decoding.devices import model_device
+from jacobi_decoding.devices import model_device, on_device
 from jacobi_decoding.errors import UnsupportedModelError
 from jacobi_decoding.sampling import SamplingParams
 from jacobi_decoding.step_model import StepModel, describe_step_model
@@ -91,8 +91,9 @@ class StepEngine:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Pack the weights once for many steps."""
-        self.weights()
-        yield
+        with on_device(self.device):
+            self.weights()
+            yield
 
     def step_op(self) -> Any:
         """The op that a step calls."""

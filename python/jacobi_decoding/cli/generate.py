@@ -58,11 +58,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--json", action="store_true", help="print one JSON object: text, token_ids, prompt_ids, model, settings, stats"
     )
+    group = parser.add_argument_group("how it runs")
     group.add_argument(
         "--path",
         choices=["auto", "step", "modules"],
         default="auto",
         help="step: the whole step is one op; modules: the model's own modules call our kernels (default: %(default)s)",
+    )
+    group.add_argument(
+        "--step",
+        choices=["graph", "launches", "cooperative", "auto"],
+        help="on a GPU: a captured graph of launches, launches one by one, one cooperative launch, or the faster of "
+        "graph and cooperative (default: JACOBI_STEP, else graph)",
+    )
+    group.add_argument(
+        "--prefill",
+        choices=["exact", "flash-attn"],
+        default="exact",
+        help="flash-attn: take prompts in by that package; the output may then differ from token-by-token decoding "
+        "(default: %(default)s)",
     )
 
 
@@ -73,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
     loaded = shared.load(args)
     from jacobi_decoding import JacobiDecoder
 
-    decoder = JacobiDecoder(loaded.model, loaded.tokenizer, path=args.path)
+    decoder = JacobiDecoder(loaded.model, loaded.tokenizer, path=args.path, step_mode=args.step)
     if prompt is None:
         _chat(args, loaded, decoder)
         return
@@ -149,6 +163,7 @@ def _generate(
             blocks=args.blocks,
             candidates=args.candidates,
             pool_from_prompt=args.pool_from_prompt,
+            prefill=args.prefill,
             do_sample=args.temperature > 0,
             temperature=args.temperature,
             top_k=args.top_k,
