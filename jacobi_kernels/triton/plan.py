@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jacobi_kernels.triton.runtime import INTERPRETED, CompileCase, launch
+from jacobi_kernels.triton.runtime import CompileCase, launch
 
 OP = "plan_rows"
-ROWS, BLOCK = (512, 512) if INTERPRETED else (64, 64)
+ROWS, BLOCK = 64, 32
 
 _START: tl.constexpr = tl.constexpr(0)  # columns of segments
 _LENGTH: tl.constexpr = tl.constexpr(1)
@@ -362,11 +362,11 @@ def compile_cases() -> list[CompileCase]:
     check |= dict.fromkeys(("rows", "batch", "num_segments", "capacity", "page_size", "pages"), "i32")
     cases = []
     for paged in (False, True):
-        constants = {"BLOCK": 64, "CHECK_PAGES": paged}
+        constants = {"BLOCK": BLOCK, "CHECK_PAGES": paged}
         signature = check | dict.fromkeys(constants, "constexpr")
         name = f"{OP}: check{' pages' * paged}"
         cases.append(CompileCase(name, _check_kernel, signature, constants, num_warps=4))
-    constants = {"ROWS": 64, "BLOCK": 64}
+    constants = {"ROWS": ROWS, "BLOCK": BLOCK}
     path = layout | dict.fromkeys(("error", "row_sequence", "row_segment", "row_position", "path"), "*i32")
     path |= dict.fromkeys(("rows", "batch", "num_segments", "width", "tiles"), "i32")
     signature = path | dict.fromkeys(constants, "constexpr")
