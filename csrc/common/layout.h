@@ -99,6 +99,25 @@ inline JACOBI_HD bool partitions(const int32_t* offsets, int32_t batch, int32_t 
   return offsets[batch] == total;
 }
 
+// Checks the segments of sequence b; the offsets have been checked.
+inline JACOBI_HD LayoutCheck check_sequence(const Layout& layout, int32_t b) {
+  const int32_t end_row = layout.cu_seqlens_q[b + 1];
+  int32_t next_row = layout.cu_seqlens_q[b];
+  for (int32_t s = layout.cu_segments[b]; s < layout.cu_segments[b + 1]; ++s) {
+    const Segment segment = layout.segments[s];
+    if (segment.length < 0) return {LayoutError::kLength, s};
+    if (segment.start < layout.cu_seqlens_q[b] || segment.start > end_row || segment.length > end_row - segment.start)
+      return {LayoutError::kRows, s};
+    if (segment.start < next_row) return {LayoutError::kOrder, s};
+    if (segment.parent < -1 || segment.parent >= s || (segment.parent >= 0 && segment.parent < layout.cu_segments[b]))
+      return {LayoutError::kParent, s};
+    const int32_t limit = segment.parent < 0 ? 0 : layout.segments[segment.parent].length;
+    if (segment.visible < 0 || segment.visible > limit) return {LayoutError::kVisible, s};
+    next_row = segment.start + segment.length;
+  }
+  return {LayoutError::kNone, 0};
+}
+
 // Checks every rule above; O(batch + segments).
 inline JACOBI_HD LayoutCheck check_layout(const Layout& layout) {
   int32_t index = 0;
@@ -106,20 +125,8 @@ inline JACOBI_HD LayoutCheck check_layout(const Layout& layout) {
   if (!partitions(layout.cu_segments, layout.batch, layout.num_segments, &index))
     return {LayoutError::kSequenceSegments, index};
   for (int32_t b = 0; b < layout.batch; ++b) {
-    const int32_t end_row = layout.cu_seqlens_q[b + 1];
-    int32_t next_row = layout.cu_seqlens_q[b];
-    for (int32_t s = layout.cu_segments[b]; s < layout.cu_segments[b + 1]; ++s) {
-      const Segment segment = layout.segments[s];
-      if (segment.length < 0) return {LayoutError::kLength, s};
-      if (segment.start < layout.cu_seqlens_q[b] || segment.start > end_row || segment.length > end_row - segment.start)
-        return {LayoutError::kRows, s};
-      if (segment.start < next_row) return {LayoutError::kOrder, s};
-      if (segment.parent < -1 || segment.parent >= s || (segment.parent >= 0 && segment.parent < layout.cu_segments[b]))
-        return {LayoutError::kParent, s};
-      const int32_t limit = segment.parent < 0 ? 0 : layout.segments[segment.parent].length;
-      if (segment.visible < 0 || segment.visible > limit) return {LayoutError::kVisible, s};
-      next_row = segment.start + segment.length;
-    }
+    const LayoutCheck check = check_sequence(layout, b);
+    if (check.error != LayoutError::kNone) return check;
   }
   return {LayoutError::kNone, 0};
 }

@@ -1,132 +1,37 @@
-// A model as multi_block_step sees it: the descriptor (common/step_descriptor.h) read into sizes and pointers, checked.
+// The model of common/step_model.h with what the CPU step asks of it: its head and its embedding.
 #pragma once
 
-#include <string.h>
-
-#include "common/step_descriptor.h"
+#include "common/step_model.h"
 #include "cpu/predict.h"
 
 namespace jacobi::cpu {
 
-struct StepLayer {
-  const float *attention_norm, *qkv_bias, *q_norm, *k_norm, *attention_out_bias, *ffn_norm, *gate_up_bias, *down_bias;
-  const void *qkv, *attention_out, *gate_up, *down;
-  int64_t window;
-  bool use_rope;
-};
-
-class StepModel {
+class StepModel : public jacobi::StepModel {
  public:
-  // Null when the descriptor is sound, else what is wrong with it. `words` int64 values; the blob has `blob_bytes`.
-  const char* read(const int64_t* descriptor, int64_t words, const void* blob, int64_t blob_bytes) {
-    if (words < kHeaderFields || descriptor[kMagic] != kStepMagic)
-      return "is not the descriptor of packed step weights";
-    d_ = descriptor;
-    blob_ = static_cast<const char*>(blob);
-    blob_bytes_ = blob_bytes;
-    if (d_[kWeightType] != 0 && d_[kWeightType] != 1) return "has an unknown weight type";
-    for (int field = kLayers; field <= kVocab; ++field)
-      if (d_[field] < 1 || d_[field] > INT32_MAX) return "has a size out of range";
-    if (words != kHeaderFields + d_[kLayers] * kLayerFields) return "has the wrong number of words for its layers";
-    if (heads() % kv_heads() != 0 || head_dim() > 256) return "has unsupported head sizes";
-    if (d_[kRopeDim] < 0 || d_[kRopeDim] > head_dim() || d_[kRopeDim] % 2 != 0) return "has an unsupported rotary size";
-    if (d_[kBlobBytes] != blob_bytes) return "does not belong to this blob: their sizes differ";
-    const int64_t width = size_of(weight_type()), embedding = vocab() * hidden() * width;
-    for (int64_t i = 0; i < layers(); ++i)
-      if (layer_words(i)[kWindow] < -1 || layer_words(i)[kWindow] > INT32_MAX) return "has a window out of range";
-    bool inside = holds(d_[kInvFreq], 4 * d_[kRopeDim] / 2) && holds(d_[kFinalNorm], 4 * hidden()) &&
-                  holds(d_[kLmHead], panels(vocab()) * hidden() * width) && optional(d_[kLmHeadBias], 4 * vocab()) &&
-                  optional(d_[kEmbedding], embedding);
-    for (int64_t i = 0; i < layers() && inside; ++i) {
-      const int64_t* l = layer_words(i);
-      inside = holds(l[kAttentionNorm], 4 * hidden()) && holds(l[kQkv], panels(qkv_size()) * hidden() * width) &&
-               optional(l[kQkvBias], 4 * qkv_size()) && optional(l[kQNorm], 4 * head_dim()) &&
-               optional(l[kKNorm], 4 * head_dim()) && holds(l[kAttentionOut], panels(hidden()) * q_size() * width) &&
-               optional(l[kAttentionOutBias], 4 * hidden()) && holds(l[kFfnNorm], 4 * hidden()) &&
-               holds(l[kGateUp], panels(2 * ffn()) * hidden() * width) && optional(l[kGateUpBias], 8 * ffn()) &&
-               holds(l[kDown], panels(hidden()) * ffn() * width) && optional(l[kDownBias], 4 * hidden());
-    }
-    return inside ? nullptr : "points outside the blob";
-  }
-
-  DType weight_type() const { return d_[kWeightType] == 0 ? DType::f32 : DType::bf16; }
-  int64_t layers() const { return d_[kLayers]; }
-  int64_t hidden() const { return d_[kHidden]; }
-  int64_t heads() const { return d_[kHeads]; }
-  int64_t kv_heads() const { return d_[kKvHeads]; }
-  int64_t head_dim() const { return d_[kHeadDim]; }
-  int64_t ffn() const { return d_[kFfn]; }
-  int64_t vocab() const { return d_[kVocab]; }
-  int64_t rope_dim() const { return d_[kRopeDim]; }
-  int64_t q_size() const { return heads() * head_dim(); }
-  int64_t kv_size() const { return kv_heads() * head_dim(); }
-  int64_t qkv_size() const { return q_size() + 2 * kv_size(); }
-  float norm_eps() const { return number(kNormEps); }
-  float softmax_scale() const { return number(kSoftmaxScale); }
-  float rope_scale() const { return number(kRopeScale); }
-  const float* inv_freq() const { return floats(d_[kInvFreq]); }
-  const float* final_norm() const { return floats(d_[kFinalNorm]); }
+  DType weight_type() const { return wide() ? DType::f32 : DType::bf16; }
 
   Head head() const {
-    return {at(d_[kLmHead]), weight_type(), at(d_[kLmHeadBias]), DType::f32,
-            vocab(),         hidden(),      number(kLogitScale), number(kLogitSoftcap)};
-  }
-
-  StepLayer layer(int64_t i) const {
-    const int64_t* l = layer_words(i);
-    return {floats(l[kAttentionNorm]),
-            floats(l[kQkvBias]),
-            floats(l[kQNorm]),
-            floats(l[kKNorm]),
-            floats(l[kAttentionOutBias]),
-            floats(l[kFfnNorm]),
-            floats(l[kGateUpBias]),
-            floats(l[kDownBias]),
-            at(l[kQkv]),
-            at(l[kAttentionOut]),
-            at(l[kGateUp]),
-            at(l[kDown]),
-            l[kWindow],
-            l[kUseRope] != 0};
+    return {lm_head(), weight_type(), lm_head_bias(), DType::f32, vocab(), hidden(), logit_scale(), logit_softcap()};
   }
 
   // One row of the embedding as floats. Tied: gathered from the head's panels, column by column.
   void embed(int32_t token, float* y) const {
-    if (d_[kEmbedding] >= 0) {
-      kernels().widen(at(d_[kEmbedding]) + token * hidden() * size_of(weight_type()), weight_type(), y, hidden());
+    if (embedding() != nullptr) {
+      kernels().widen(static_cast<const char*>(embedding()) + token * hidden() * size_of(weight_type()), weight_type(),
+                      y, hidden());
       return;
     }
     const int64_t first = (token / 16) * hidden() * 16 + token % 16;
     for (int64_t i = 0; i < hidden(); ++i) {
       const int64_t at_index = first + 16 * i;
       if (weight_type() == DType::f32) {
-        y[i] = floats(d_[kLmHead])[at_index];
+        y[i] = static_cast<const float*>(lm_head())[at_index];
       } else {
-        const uint32_t bits = uint32_t{reinterpret_cast<const uint16_t*>(at(d_[kLmHead]))[at_index]} << 16;
+        const uint32_t bits = uint32_t{static_cast<const uint16_t*>(lm_head())[at_index]} << 16;
         memcpy(&y[i], &bits, sizeof bits);
       }
     }
   }
-
- private:
-  static int64_t panels(int64_t columns) { return (columns + 15) / 16 * 16; }
-  bool holds(int64_t offset, int64_t bytes) const {
-    return offset >= 0 && offset % 64 == 0 && bytes <= blob_bytes_ && offset <= blob_bytes_ - bytes;
-  }
-  bool optional(int64_t offset, int64_t bytes) const { return offset == -1 || holds(offset, bytes); }
-  const int64_t* layer_words(int64_t i) const { return d_ + kHeaderFields + i * kLayerFields; }
-  const char* at(int64_t offset) const { return offset < 0 ? nullptr : blob_ + offset; }
-  const float* floats(int64_t offset) const { return reinterpret_cast<const float*>(at(offset)); }
-  float number(DescriptorField field) const {
-    const int32_t bits = static_cast<int32_t>(d_[field]);
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-  }
-
-  const int64_t* d_ = nullptr;
-  const char* blob_ = nullptr;
-  int64_t blob_bytes_ = 0;
 };
 
 }  // namespace jacobi::cpu
