@@ -35,7 +35,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
-    measure.interpret_without_gpu()
+    if not args.dry_run:
+        measure.interpret_without_gpu()
     from bench.gpu import op_cases
 
     cases = [c for c in (op_cases.tiny_cases() if args.selftest else op_cases.cases()) if args.k in c.key]

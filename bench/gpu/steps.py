@@ -54,7 +54,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
-    measure.interpret_without_gpu()
+    if not args.dry_run:
+        measure.interpret_without_gpu()
     from bench.gpu.op_cases import SHAPES, TINY
 
     shapes = {"tiny": TINY} if args.selftest else {name: s for name, s in SHAPES.items() if args.k in name}
