@@ -22,22 +22,23 @@ BLOCK = 65536 if INTERPRETED else 1024
 def activate(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """The activation of float32 values; KIND counts in ACTIVATIONS."""
     if KIND == 0:  # silu
-        return x * sigmoid(x)
+        y = x * sigmoid(x)
     elif KIND == 1:  # gelu: x/2 (1 + erf(x / sqrt(2)))
-        return x * 0.5 * one_plus_erf(x * 0.707106781)
+        y = x * 0.5 * one_plus_erf(x * 0.707106781)
     elif KIND == 2:  # gelu_tanh: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) = x sigmoid(2 ...)
-        return x * sigmoid(fma(x * x * x, 0.044715, x) * 1.595769122)
+        y = x * sigmoid(fma(x * x * x, 0.044715, x) * 1.595769122)
     elif KIND == 3:  # quick_gelu
-        return x * sigmoid(x * 1.702)
+        y = x * sigmoid(x * 1.702)
     elif KIND == 4:  # relu
-        return tl.where(x < 0.0, 0.0, x)
+        y = tl.where(x < 0.0, 0.0, x)
     elif KIND == 5:  # relu2
-        positive = tl.where(x < 0.0, 0.0, x)
-        return positive * positive
+        y = tl.where(x < 0.0, 0.0, x)
+        y = y * y
     elif KIND == 6:  # sigmoid
-        return sigmoid(x)
+        y = sigmoid(x)
     else:
-        return tanh(x)
+        y = tanh(x)
+    return y
 
 
 @triton.jit

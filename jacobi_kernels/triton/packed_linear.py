@@ -138,7 +138,7 @@ def _store(  # type: ignore[no-untyped-def]
     tl.store(at, acc.to(y.dtype.element_ty), mask=(rows < live)[:, None] & (columns < n)[None, :])
 
 
-@triton.jit(do_not_specialize=["m"])
+@triton.jit(do_not_specialize=["m", "skip"])
 def product_kernel(  # type: ignore[no-untyped-def]
     x,
     x_rows,
@@ -150,6 +150,7 @@ def product_kernel(  # type: ignore[no-untyped-def]
     n,
     k,
     part,
+    skip,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -159,11 +160,11 @@ def product_kernel(  # type: ignore[no-untyped-def]
     COUNTED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """y [parts, m, n]; row i is row x_rows[i] of x with GATHER; only rows below count[0] with COUNTED."""
+    """y [parts, m, n]; row i is row x_rows[i] of x with GATHER; only rows below count[0] - skip with COUNTED."""
     tile, index = tl.program_id(1), tl.program_id(2)
     live = m
     if COUNTED:
-        live = tl.load(count)
+        live = tl.minimum(tl.load(count) - skip, m)
     first = tl.program_id(0) * (ROWS * TILES)
     if first < live:
         y += index.to(tl.int64) * m * n
@@ -219,11 +220,12 @@ def launch_product(
     bias: Tensor | None = None,
     rows: Tensor | None = None,
     count: Tensor | None = None,
+    skip: int = 0,
 ) -> None:
     """Write the parts of ``x @ W.T`` to ``y``, ``[parts, m, n]`` (or ``[m, n]`` with the bias when there is one part).
 
-    ``rows [m]`` int32 gathers: row i of y belongs to row ``rows[i]`` of x. ``count [1]`` int32 on the device: only that
-    many rows are computed.
+    ``rows [m]`` int32 gathers: row i of y belongs to row ``rows[i]`` of x. ``count [1]`` int32 on the device: only
+    ``count[0] - skip`` rows are computed.
     """
     k, m = weight.shape[1], y.shape[-2]
     grid = (triton.cdiv(m, cut.group), triton.cdiv(n, cut.block_n), cut.parts)
@@ -241,6 +243,7 @@ def launch_product(
         n,
         k,
         cut.part,
+        skip,
         ROWS=cut.rows,
         TILES=cut.tiles,
         BLOCK_N=cut.block_n,
@@ -313,7 +316,7 @@ def compile_cases() -> list[CompileCase]:
                 CompileCase(
                     f"{OP}: {name} {short}",
                     product_kernel,
-                    signature | {"part": "i32"} | dict.fromkeys(constants, "constexpr"),
+                    signature | {"part": "i32", "skip": "i32"} | dict.fromkeys(constants, "constexpr"),
                     constants,
                     NUM_WARPS,
                     NUM_STAGES,

@@ -53,5 +53,5 @@ def test_scalar_and_empty(shape: tuple[int, ...], device: str) -> None:
 
 
 def test_refusal(device: str) -> None:
-    with pytest.raises(RuntimeError, match="activation: kind must be one of .*, got 'swish'"):
+    with pytest.raises(RuntimeError, match=r"activation: kind must be one of .*, got 'swish'"):
         activation(torch.zeros(3, device=device), "swish")
