@@ -104,6 +104,17 @@ class DeviceStepEngine(StepEngine):
         size = torch.ops.jacobi._cooperative_workspace_size.default
         return int(size(self.weights().descriptor, rows, batch, segments))
 
+    def step(self, state: DecodeState, cache: StepCache, sampling: SamplingParams) -> None:
+        """As StepEngine does. A state on the CPU, for callers that change it between steps, is copied over and back."""
+        if state.state.device == self.device:
+            super().step(state, cache, sampling)
+            return
+        there = state.to(self.device)
+        super().step(there, cache, sampling)
+        for name in ("tokens", "segments", "cache_seqlens", "text", "pool", "state"):
+            getattr(state, name).copy_(getattr(there, name))
+        raise_step_error(state)
+
     def run(
         self,
         state: DecodeState,

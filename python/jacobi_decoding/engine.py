@@ -69,7 +69,6 @@ def check_step_engine(engine: Any) -> None:
     model = engine.model
     prompt = [(7 * i + 3) % engine.vocab_size for i in range(CHECK_TOKENS)]
     state = DecodeState.allocate([prompt], max_new_tokens=CHECK_TOKENS, block_size=4, blocks=1, candidates=0)
-    state = state.to(engine.device)
     with engine.running():
         cache = engine.allocate_cache(1, state.cache_capacity)
         while state.running:

@@ -126,4 +126,4 @@ def _load(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimi
     for name, p in parameters.items():
         value: Tensor = state["parameters"][name]
         p.copy_(share_like(value, p))
-        optimizer.state[p] = {key: share_like(part, p) for key, part in state["optimizer"][name].items()}
+        optimizer.state[p] = {key: share_like(part.to(p.device), p) for key, part in state["optimizer"][name].items()}

@@ -46,13 +46,20 @@ class Ranks:
         return values
 
 
-def join_ranks() -> Ranks:
-    """The ranks of this run; the process group is joined on first use, over gloo on CPUs."""
+def own_device(device: str) -> str:
+    """``device`` of this rank: 'cuda' is the GPU that the launcher gave to it."""
+    local = os.environ.get("LOCAL_RANK")
+    return f"cuda:{local}" if device == "cuda" and local is not None else device
+
+
+def join_ranks(device: str = "cpu") -> Ranks:
+    """The ranks of this run; the process group is joined on first use, over gloo on CPUs and nccl between GPUs."""
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return Ranks()
         # The others wait while the first rank packs, or for the rank with the longest trajectories.
-        dist.init_process_group("gloo", timeout=timedelta(days=1))
+        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, timeout=timedelta(days=1))
         atexit.register(_leave)
     return Ranks(dist.get_rank(), dist.get_world_size())
 

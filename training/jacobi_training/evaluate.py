@@ -136,7 +136,8 @@ def _result(
         "prompts_file": path.name,
         "settings": asdict(config)
         | {"task": task, "multi_block": MULTI_BLOCK, "prompt_lookup_tokens": LOOKUP_TOKENS}
-        | {"dtype": str(trained.loaded.dtype).removeprefix("torch."), "path": trained.decoder.path},
+        | {"dtype": str(trained.loaded.dtype).removeprefix("torch."), "path": trained.decoder.path}
+        | {"device": str(trained.decoder.engine.device), "backend": trained.decoder.engine.backend},
         "environment": {
             "threads": torch.get_num_threads(),
             "kernels": torch.ops.jacobi._cpu_isa(""),

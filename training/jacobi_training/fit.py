@@ -25,10 +25,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from jacobi_decoding.devices import checked_device, on_device
 from jacobi_decoding.loading import load_model
 from jacobi_training import checkpoints
 from jacobi_training.card import fit_card
-from jacobi_training.distributed import Ranks, clip, join_ranks, spread, whole, without_sync
+from jacobi_training.distributed import Ranks, clip, join_ranks, own_device, spread, whole, without_sync
 from jacobi_training.export import FINISHED, METRICS, SETTINGS, merged_copy, write_checkpoint
 from jacobi_training.feed import Feed
 from jacobi_training.fit_config import FREE_SETTINGS, FitConfig
@@ -56,6 +57,7 @@ def fit(
     config: FitConfig | None = None,
     *,
     tokenizer: Any = None,
+    device: str = "cpu",
     title: str = "fit",
     quiet: bool = False,
 ) -> FitResult:
@@ -73,6 +75,9 @@ def fit(
         Settings.
     tokenizer : optional
         Saved beside the model; by default the one that was loaded with it.
+    device : str
+        Where training runs: cpu, cuda (with several ranks each rank's own GPU) or cuda:N. On a GPU the same command
+        again may differ in rounding.
     title, quiet
         Name of the progress bar; show none.
 
@@ -84,12 +89,13 @@ def fit(
         ``out_dir`` cannot be written.
     """
     config = config or FitConfig()
-    out, ranks = Path(out_dir), join_ranks()
+    out, ranks, place = Path(out_dir), join_ranks(device), checked_device(own_device(device))
     samples = ShardReader(packed_dir, "packed")
     name = Path(model).name if isinstance(model, (str, os.PathLike)) else type(model).__name__
     if isinstance(model, (str, os.PathLike)):
         loaded = load_model(model, torch.float32)
         model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
+    model = model.to(place)
     total = config.steps * config.batch_size if config.steps else math.ceil(config.epochs * len(samples))
     if total < 1:
         raise ValueError(f"{os.fspath(packed_dir)!r} holds {len(samples)} samples, of which nothing is to be taken")
@@ -102,7 +108,8 @@ def fit(
             claim(out / SETTINGS, {**settings, "model": model_fingerprint(model), "packed": data})
         ranks.wait()
         if not (out / FINISHED).exists():
-            trained, state = _train(model, feed, out, config, ranks, title, quiet)
+            with on_device(place):
+                trained, state = _train(model, feed, out, config, ranks, title, quiet)
             if ranks.first:
                 metrics = read_lines(out / METRICS)
                 card = fit_card(name, samples.manifest, config, metrics)
@@ -161,8 +168,10 @@ def _step(
     lr = config.learning_rate(index, feed.steps)
     for group in optimizer.param_groups:
         group["lr"] = lr
-    sums = torch.zeros(2)
-    for i, (batch, counts) in enumerate(step.batches(), 1):
+    device = next(module.parameters()).device
+    sums = torch.zeros(2, device=device)
+    for i, (on_host, counts) in enumerate(step.batches(), 1):
+        batch = on_host.to(device)
         with without_sync(module, last=i == len(step.micro_batches)):
             part = module(batch)
             # Both wrappers average gradients over the ranks; the loss is a sum over them.

@@ -38,7 +38,7 @@ class TrainingModel(nn.Module):
     Parameters
     ----------
     model : PreTrainedModel or PeftModel
-        With float32 weights, on the CPU; trained in place. With LoRA adapters only they are trained.
+        With float32 weights, on one device; trained in place. With LoRA adapters only they are trained.
     objective : Objective
         The weights and kinds of the losses.
     precision : str
@@ -167,15 +167,14 @@ def _refuse(base: PreTrainedModel) -> None:
 def _probe(base: Any) -> HeadTransform:
     """Switch the model to our attention; check a few logits against its own and learn what it does to them."""
     vocabulary = base.config.get_text_config(decoder=True).vocab_size
-    tokens = torch.tensor([(7919 * (i + 1)) % vocabulary for i in range(PROBE_TOKENS)])
+    tokens = torch.tensor([(7919 * (i + 1)) % vocabulary for i in range(PROBE_TOKENS)], device=base.device)
     own = base.eval()(input_ids=tokens[None], use_cache=False, return_dict=True).logits[0]
     attention.register()
     set_attention(base.get_decoder(), attention.NAME, attention.REMEDY)
-    layout = BlockLayout.chain([PROBE_TOKENS])
+    layout = BlockLayout.chain([PROBE_TOKENS]).to(base.device)
     base.train()  # so that dropout inside attention is seen
-    hidden = _decode(
-        base, tokens, torch.arange(PROBE_TOKENS), (layout.cu_seqlens_q, layout.segments, layout.cu_segments)
-    )
+    positions = torch.arange(PROBE_TOKENS, device=base.device)
+    hidden = _decode(base, tokens, positions, (layout.cu_seqlens_q, layout.segments, layout.cu_segments))
     head = base.get_output_embeddings()
     try:
         return match_transform(base, nn.functional.linear(hidden, head.weight, head.bias), own, TOLERANCE)

@@ -171,8 +171,10 @@ class ModelRuns:
             for ids, answer in zip(self.ids, answers, strict=True):
                 new = [*self.tokenizer(answer, add_special_tokens=False)["input_ids"], *self.stops[:1]]
                 new = new if self.positions is None else new[: self.positions - len(ids)]
-                logits = self.loaded.model(torch.tensor([ids + new])).logits[0, len(ids) - 1 : -1].float()
-                total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(new), reduction="sum"))
+                device = self.loaded.model.device
+                logits = self.loaded.model(torch.tensor([ids + new], device=device)).logits[0, len(ids) - 1 : -1]
+                targets = torch.tensor(new, device=device)
+                total += float(torch.nn.functional.cross_entropy(logits.float(), targets, reduction="sum"))
                 count += len(new)
                 advance(1)
         return math.exp(total / count) if count else None

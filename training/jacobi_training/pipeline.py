@@ -110,6 +110,7 @@ def run(
     out_dir: str | os.PathLike[str],
     config: PipelineConfig | None = None,
     *,
+    device: str = "cpu",
     quiet: bool = False,
 ) -> Path:
     """Train ``model`` on its own trajectories of ``prompts``; go on where an interrupted run stopped.
@@ -124,6 +125,8 @@ def run(
         New, empty, or begun by an interrupted run with the same arguments.
     config : PipelineConfig, optional
         Settings.
+    device : str
+        Where all stages run: cpu, cuda (with several ranks each rank's own GPU) or cuda:N.
     quiet : bool
         Show no progress.
 
@@ -141,16 +144,18 @@ def run(
     """
     import torch
 
+    from jacobi_decoding.devices import checked_device
     from jacobi_decoding.loading import load_model
     from jacobi_training.card import run_card
-    from jacobi_training.distributed import join_ranks
+    from jacobi_training.distributed import join_ranks, own_device
     from jacobi_training.export import FINISHED, SETTINGS, copy_checkpoint
     from jacobi_training.prompts import read_prompts
     from jacobi_training.run_settings import claim, only_writer, write_json
     from jacobi_training.trajectories import model_fingerprint
 
     config = config or PipelineConfig()
-    out, ranks = Path(out_dir), join_ranks()
+    out, ranks = Path(out_dir), join_ranks(device)
+    checked_device(own_device(device))
     loaded = load_model(model, torch.float32)
     read = read_prompts(prompts, loaded.tokenizer, chat_template=config.chat_template)
     digest = hashlib.sha256(json.dumps([[p.index, *p.ids] for p in read]).encode()).hexdigest()
@@ -162,7 +167,7 @@ def run(
         for index, size in enumerate(config.block_sizes):
             folder = out / f"round-{index + 1}-block-{size}"
             if not (folder / ROUND).exists():
-                _round(source, read, folder, index, config, ranks, quiet)
+                _round(source, read, folder, index, config, ranks, device, quiet)
             source = folder / "fit"
         if ranks.first and not (out / FINISHED).exists():
             rounds = sorted(out.glob(f"round-*/{ROUND}"), key=lambda path: int(path.parent.name.split("-")[1]))
@@ -181,12 +186,20 @@ def _read_round(path: Path) -> dict[str, Any]:
 
 
 def _round(
-    source: str | Path, prompts: list[Any], folder: Path, index: int, config: PipelineConfig, ranks: Ranks, quiet: bool
+    source: str | Path,
+    prompts: list[Any],
+    folder: Path,
+    index: int,
+    config: PipelineConfig,
+    ranks: Ranks,
+    device: str,
+    quiet: bool,
 ) -> None:
     """One round: its three stages, and round.json with what they came to."""
     import torch
 
     from jacobi_decoding.loading import load_model
+    from jacobi_training.distributed import own_device
     from jacobi_training.fit import fit
     from jacobi_training.packing import write_packed
     from jacobi_training.run_settings import write_json
@@ -197,7 +210,7 @@ def _round(
     size = config.block_sizes[index]
     title = f"round {index + 1} of {len(config.block_sizes)}, block size {size}"
     trajectories, packed = folder / "trajectories", folder / "packed"
-    loaded = load_model(source, torch.float32)
+    loaded = load_model(source, torch.float32, device=own_device(device))
     with nullcontext() if quiet else trajectories_command.progress_bar(f"{title}: trajectories") as progress:
         write_trajectories(
             loaded.model,
@@ -216,7 +229,7 @@ def _round(
             write_packed([trajectories], packed, config.pack_config(index, records), progress=progress)
     ranks.wait()
     settings = replace(config.fit, steps=config.steps(index), epochs=1.0)
-    result = fit(source, packed, folder / "fit", settings, title=f"{title}: fit", quiet=quiet)
+    result = fit(source, packed, folder / "fit", settings, device=device, title=f"{title}: fit", quiet=quiet)
     if ranks.first:
         summary = Summary()
         for record in read_records(trajectories):
@@ -243,7 +256,7 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
     parser also has single stages as subcommands."""
     parser.add_argument("--model", metavar="MODEL", help="the model to train: a folder, a .gguf file, or a hub id")
     parser.add_argument("--out", metavar="DIR", help="folder of the run and of the trained model, new or begun")
-    parser.add_argument("--threads", type=shared.integer(1, 1024), metavar="N", help="CPU threads (default: all cores)")
+    shared.add_device_argument(parser)
     parser.add_argument(
         "--block-sizes",
         type=shared.integer(2, MOST),
@@ -281,6 +294,6 @@ def run_from_args(args: argparse.Namespace) -> None:
         pack_enough=args.epochs is None,
     )
     shared.set_threads(args)
-    out = run(args.model, args.prompts, args.out, config)
+    out = run(args.model, args.prompts, args.out, config, device=args.device)
     if int(os.environ.get("RANK", "0")) == 0:
         note(f"the trained model is in {str(out)!r}; try `jacobi generate --model {out} --prompt TEXT`")

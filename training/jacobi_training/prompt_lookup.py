@@ -41,7 +41,7 @@ def prompt_lookup(model: Any, ids: Sequence[int], max_new_tokens: int, **options
     options: more arguments of generate, such as the stop tokens, which are otherwise the model's own. transformers
     verifies guesses in the prompt's forward already; what it gains there counts for it.
     """
-    x = torch.tensor([list(ids)])
+    x = torch.tensor([list(ids)], device=model.device)
     rows: list[int] = []
     hook = model.get_input_embeddings().register_forward_hook(
         lambda module, inputs, output: rows.append(output.shape[1])

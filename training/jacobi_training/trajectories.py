@@ -105,7 +105,7 @@ def generate_trajectories(
 ) -> Iterator[Record]:
     """The trajectory record of every prompt, in the order in which answers end; see ``index``.
 
-    model: a transformers causal language model on the CPU that :class:`jacobi_decoding.JacobiDecoder` takes.
+    model: a transformers causal language model that :class:`jacobi_decoding.JacobiDecoder` takes.
     tokenizer: tells special tokens and, when the model does not, the stop token. on_step: called with the number of new
     answer tokens after every step. A record depends on model, prompt and config alone. Raises ValueError.
     """

@@ -88,9 +88,9 @@ def run(args: argparse.Namespace) -> int:
     prompts = shipped_prompts() if args.prompts is None else Path(args.prompts)
     if not prompts.is_file():
         raise CommandError(f"prompts file {str(prompts)!r} does not exist; name a .jsonl file with --prompts")
-    model = _load(args.model or MODEL, args.dtype)
+    model = _load(args.model or MODEL, args)
     base_name = BASE if args.model is None and args.base is None else args.base
-    base = None if base_name is None else _load(base_name, args.dtype)
+    base = None if base_name is None else _load(base_name, args)
     config = EvaluationConfig(
         task=args.task,
         limit=args.limit,
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(name: str, dtype: str) -> Any:
+def _load(name: str, args: argparse.Namespace) -> Any:
     from jacobi_decoding.loading import load_model
 
-    return load_model(name, dtype, progress=note)
+    return load_model(name, args.dtype, device=args.device, progress=note)

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--packed", required=True, metavar="DIR", help="folder of packed samples")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the trained model")
-    parser.add_argument("--threads", type=shared.integer(1, 1024), metavar="N", help="CPU threads (default: all cores)")
+    shared.add_device_argument(parser)
     add_fit_arguments(parser)
 
 
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
     from jacobi_training.fit import fit
 
     shared.set_threads(args)
-    result = fit(args.model, args.packed, args.out, config)
+    result = fit(args.model, args.packed, args.out, config, device=args.device)
     if join_ranks().first:
         losses = ""
         if result.metrics:  # metrics.jsonl of a finished run may be gone

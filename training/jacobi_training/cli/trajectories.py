@@ -119,7 +119,9 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         check_writable(Path(args.json), "--json")
     shared.set_threads(args)
-    loaded = shared.load(args, need_tokenizer=False)
+    from jacobi_training.distributed import own_device
+
+    loaded = shared.load(argparse.Namespace(**vars(args) | {"device": own_device(args.device)}), need_tokenizer=False)
     from jacobi_training.prompts import read_prompts
     from jacobi_training.trajectories import write_trajectories
 
