@@ -8,6 +8,7 @@ Triton's interpreter on a machine without a GPU (float32 only, slow: for tests).
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -67,4 +68,6 @@ def register() -> None:
             continue
         lib.impl(op, _on_first_call(op), "CUDA")
         if backend and interpreted:
-            lib.impl(op, _on_first_call(op), "CPU", allow_override=True)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+                lib.impl(op, _on_first_call(op), "CPU", allow_override=True)

@@ -1,4 +1,4 @@
-"""Kernels of multi_block_attention_with_kvcache: rows of a sequence over one split of the cache, and the merge of splits.
+"""Kernels of multi_block_attention_with_kvcache: rows over splits of the cache, new rows appended; merge of splits.
 
     s_j = softcap(scale * q . k_j)     for the keys j of a query's path, or of the window at the path's end
     out = sum_j exp(s_j - max) v_j / sum_j exp(s_j - max)
