@@ -29,7 +29,7 @@ MODULES = {
     "redraft": "redraft",
     "multi_block_step": "multi_block_step",
     "consistency_loss": "consistency_loss",
-    "consistency_loss_backward": "consistency_loss",
+    "consistency_loss_backward": "consistency_loss_backward",
 }
 """The module of every op; its function has the op's name and the schema's arguments."""
 

@@ -385,7 +385,17 @@ def compile_cases() -> list[CompileCase]:
     """The specialisations that training runs."""
     dkdv_tables = (*TABLES[:1], *PathTiles._fields[:2], *TABLES[3:], *PathTiles._fields[-2:])
     integers = ("rows", *STRIDES, "grad_row", "grad_head")
-    cases = [table_case(64, 64, sees=True)]
+    delta_constants = {"D": 128, "BLOCK_D": 128, "BLOCK": DELTA_ROWS, "HAS_LSE": True}
+    delta_signature = {
+        **dict.fromkeys(("out", "grad_out"), "*bf16"),
+        **dict.fromkeys(("grad_lse", "delta"), "*fp32"),
+        **dict.fromkeys(("rows", "out_row", "out_head", "grad_row", "grad_head"), "i32"),
+        **dict.fromkeys(delta_constants, "constexpr"),
+    }
+    cases = [
+        table_case(64, 64, sees=True),
+        CompileCase(f"{OP} delta", delta_kernel, delta_signature, delta_constants),
+    ]
     for dtype in (torch.bfloat16, torch.float32):
         for name, shape in SHAPES.items():
             chosen, capped = backward_blocks(dtype, shape[1]), name == "one head per group"
