@@ -29,6 +29,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"window_size": 7},
     {"window_size": 70, "softcap": 3.0, "softmax_scale": 0.3},
 ]
+SHARED, OTHER = torch.zeros(2, 1, 1, 1, 16)
 TREE = make_layout([[(0, 9, -1, 0), (10, 5, 0, 1), (15, 4, 0, 1)], [(0, 1, -1, 0)], [], [(0, 3, -1, 0)]])
 DEEP = make_layout(
     [[(0, 3, -1, 0), (3, 2, 0, 2), (6, 2, 1, 1), (8, 1, 2, 0), (9, 1, 3, 1)], [], [(1, 2, -1, 0), (3, 1, -1, 0)]],
@@ -361,6 +362,9 @@ def test_nothing_to_do(device: str) -> None:
         ({"q": torch.zeros(7, 4, 32)[:, :, ::2]}, "q must be dense in its last two dimensions"),
         ({"v_cache": torch.zeros(14, 1, 1, 16).transpose(0, 1)[:, ::1]}, None),
         ({"v_cache": torch.zeros(1, 28, 1, 16)[:, ::2]}, "v_cache must have k_cache's strides"),
+        ({"k_cache": torch.zeros(1, 1, 1, 16).expand(1, 14, 1, 16)}, "v_cache must have k_cache's strides"),
+        ({"k_cache": SHARED, "v_cache": SHARED}, "k_cache and v_cache must not share memory"),
+        ({"k_cache": SHARED.expand(1, 14, 1, 16), "v_cache": OTHER.expand(1, 14, 1, 16)}, "k_cache must not hold rows"),
         ({"window_size": -2}, "window_size must be -1"),
         ({"softcap": -1.0}, "softcap must be at least 0"),
         ({"segments": torch.zeros(4, 1, dtype=torch.int32).T}, None),
