@@ -47,7 +47,7 @@ jobs=$(nproc)
 workers=$((jobs < 8 ? jobs : 8)) # processes that share the GPU
 results=$out
 
-has() { "$PYTHON" -c "import $1" 2>/dev/null; }
+has() { "$PYTHON" -c "import importlib.util as u, sys; sys.exit(u.find_spec('$1') is None)" 2>/dev/null; }
 capability() { # "9.0a" on an H200
   "$PYTHON" -c 'import torch; c = torch.cuda.get_device_capability(); print(f"{c[0]}.{c[1]}" + "a" * (c[0] >= 9))' \
     2>/dev/null || echo 9.0a
@@ -135,7 +135,7 @@ for part in "${only[@]}"; do
     continue
   fi
   left=$((limit - SECONDS - 10)) # ten seconds for the end of a part and the tables
-  if [ "$left" -lt 20 ]; then
+  if [ "$left" -lt 10 ]; then
     record "$part" 'not run' 0 'no time left'
     continue
   fi

@@ -100,12 +100,15 @@ def collect(text: str, targets: Sequence[int], triton_only: bool) -> tuple[list[
         try:
             cases = compile_triton.cases_of(module)
         except RuntimeError as error:
-            faults.append(str(error))
+            if text in module:
+                faults.append(str(error))
             continue
         importable.append(module)
         for index, case in enumerate(cases):
             tasks += [("triton", module, index, t) for t in targets if text in f"{module} {case.name}"]
-    return tasks, faults + compile_triton.kernels_without_case(importable)
+    if not text:
+        faults += compile_triton.kernels_without_case(importable)
+    return tasks, faults
 
 
 def work(task: Task) -> list[Compiled]:
