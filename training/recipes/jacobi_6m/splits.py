@@ -1,8 +1,8 @@
 """Templates are divided between the train, dev and test problems: no template of one is seen in another.
 
 A template is a sentence pattern together with the word that makes it particular: a verb in the sentences about what
-happened; a container, a time, a number or an ending elsewhere. Its word and its pattern occur in training, each with
-other partners; the pair does not.
+happened; a container, a time, a number or an ending elsewhere. Its word and its pattern mostly occur in training, each
+with other partners; the pair never does. (The hash leaves no training template to the ending "or more".)
 """
 
 from __future__ import annotations
