@@ -282,11 +282,22 @@ SHAPES = {  # name: (heads, kv_heads, head_dim)
 }
 
 
-def _attention_case(name: str, short: str, page_size: int, partial: bool, window: bool, softcap: bool) -> CompileCase:
+def attention_case(
+    name: str,
+    short: str,
+    page_size: int = 0,
+    partial: bool = True,
+    window: bool = False,
+    softcap: bool = False,
+    inputs: str | None = None,
+) -> CompileCase:
+    """``short``: type of the cache and the result; ``inputs``: of q, k and v where it is another."""
     heads, kv_heads, head_dim = SHAPES[name]
     dtype = torch.float32 if short == "fp32" else torch.bfloat16
     block_d = triton.next_power_of_2(head_dim)
-    signature = dict.fromkeys(("q", "k", "v", "k_cache", "v_cache"), f"*{short}")
+    signature = dict.fromkeys(("q", "k", "v"), f"*{inputs or short}") | dict.fromkeys(
+        ("k_cache", "v_cache"), f"*{short}"
+    )
     signature |= dict.fromkeys(
         ("cache_seqlens", "cu_seqlens_q", "row_segment", "row_position", "path", "page_table"), "*i32"
     )
@@ -298,7 +309,8 @@ def _attention_case(name: str, short: str, page_size: int, partial: bool, window
     constants = {"HEADS": heads, "GROUP": heads // kv_heads, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_B": 8}
     constants |= {"M": _rows_per_tile(dtype), "PAGE_SIZE": page_size, "WINDOW": window, "SOFTCAP": softcap}
     constants |= {"PARTIAL": partial, "TILE": _tile(dtype), "SPLIT": SPLIT}
-    words = ("paged" * bool(page_size), "split" * partial, "window" * window, "softcap" * softcap)
+    words = [f"from {inputs}" * bool(inputs), "paged" * bool(page_size), "split" * partial]
+    words += ["window" * window, "softcap" * softcap]
     return CompileCase(
         " ".join(filter(None, (f"{OP}: {name} {short}", *words))),
         attention_kernel,
@@ -313,14 +325,16 @@ def _attention_case(name: str, short: str, page_size: int, partial: bool, window
 
 def compile_cases() -> list[CompileCase]:
     """The kernels for three models and two odd head sizes: types, pages, splits, window and soft cap."""
-    cases = [_attention_case(name, "bf16", 0, partial, False, False) for name in SHAPES for partial in (False, True)]
-    cases += [_attention_case(name, "fp32", 0, True, False, False) for name in SHAPES]
+    cases = [attention_case(name, "bf16", partial=partial) for name in SHAPES for partial in (False, True)]
+    cases += [attention_case(name, "fp32") for name in SHAPES]
+    for name in ("SmolLM2-135M", "Qwen2.5-7B"):  # as multi_block_step calls it
+        cases += [attention_case(name, "bf16", page_size, inputs="fp32") for page_size in (0, 64)]
+        cases += [attention_case(name, "bf16", partial=False, inputs="fp32")]
     cases += [
-        _attention_case("Qwen2.5-7B", "bf16", 16, True, False, False),
-        _attention_case("SmolLM2-135M", "bf16", 64, False, False, False),
-        _attention_case("Qwen2.5-7B", "bf16", 0, True, True, True),
-        _attention_case("Qwen2.5-7B", "fp16", 0, True, False, False),
-        _attention_case("SmolLM2-135M", "fp32", 16, False, True, False),
+        attention_case("Qwen2.5-7B", "bf16", 16),
+        attention_case("Qwen2.5-7B", "bf16", window=True, softcap=True),
+        attention_case("Qwen2.5-7B", "fp16"),
+        attention_case("SmolLM2-135M", "fp32", 16, partial=False, window=True),
     ]
     for name, (heads, _, head_dim) in SHAPES.items():
         constants = {"HEADS": heads, "HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim), "BLOCK_H": 4}
