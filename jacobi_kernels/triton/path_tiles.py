@@ -163,9 +163,10 @@ def first_key_rows(before, s, start, prefix, position, BLOCK_N: tl.constexpr):  
 @triton.jit
 def row_mask(rows, width, D: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
     """Elements of [rows, BLOCK_D] that exist; where all of a row does, nothing is compared per element."""
-    if D == BLOCK_D:
-        return rows[:, None]
-    return rows[:, None] & (width < D)[None, :]
+    mask = rows[:, None]
+    if D != BLOCK_D:
+        mask = mask & (width < D)[None, :]
+    return mask
 
 
 @triton.jit
