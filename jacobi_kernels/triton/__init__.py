@@ -11,27 +11,26 @@ import os
 import warnings
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from jacobi_kernels._ops import lib
 
-MODULES = {
-    "packed_linear": "packed_linear",
-    "activation": "activation",
-    "multi_block_attention": "multi_block_attention",
-    "multi_block_attention_backward": "multi_block_attention_backward",
-    "multi_block_attention_with_kvcache": "multi_block_attention_with_kvcache",
-    "argmax_verify": "argmax_verify",
-    "commit": "commit",
-    "redraft": "redraft",
-    "multi_block_step": "multi_block_step",
-    "consistency_loss": "consistency_loss",
-    "consistency_loss_backward": "consistency_loss_backward",
-}
-"""The module of every op; its function has the op's name and the schema's arguments."""
+OPS = (
+    "packed_linear",
+    "activation",
+    "multi_block_attention",
+    "multi_block_attention_backward",
+    "multi_block_attention_with_kvcache",
+    "argmax_verify",
+    "commit",
+    "redraft",
+    "multi_block_step",
+    "consistency_loss",
+    "consistency_loss_backward",
+)
+"""Every op has a module of its name, and in it a function of its name with the schema's arguments."""
 
 
 def _on_first_call(op: str) -> Callable[..., Any]:
@@ -41,7 +40,7 @@ def _on_first_call(op: str) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if not found:
             try:
-                module = import_module(f"{__name__}.{MODULES[op]}")
+                module = import_module(f"{__name__}.{op}")
             except ModuleNotFoundError as error:
                 if error.name != "triton":
                     raise
@@ -63,9 +62,7 @@ def register() -> None:
             "JACOBI_BACKEND=triton needs a GPU, and there is none: set TRITON_INTERPRET=1 as well to run the kernels "
             "in Triton's interpreter, or unset JACOBI_BACKEND"
         )
-    for op, module in MODULES.items():
-        if not find_spec(f"{__name__}.{module}"):
-            continue
+    for op in OPS:
         lib.impl(op, _on_first_call(op), "CUDA")
         if backend and interpreted:
             with warnings.catch_warnings():

@@ -304,7 +304,7 @@ def plan_rows(
     """
     batch, count = cache_seqlens.shape[0], segments.shape[0]
     width = rows if max_rows is None else max_rows
-    row_sequence, row_segment, row_position = segments.new_empty((3, rows)).unbind()
+    row_sequence, row_segment, row_position = (segments.new_empty((rows,)) for _ in range(3))
     path, error = segments.new_empty((count, width)), segments.new_empty((batch,))
     pages = -1 if k_cache is None or page_table is None else k_cache.shape[0]
     page_size = 0 if k_cache is None else k_cache.shape[1]

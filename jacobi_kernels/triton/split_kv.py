@@ -78,7 +78,8 @@ def _cache_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(
-    do_not_specialize=["batch", "rows", "capacity", "pages", "table_width", "path_width", "splits_each", "window"]
+    do_not_specialize=["batch", "rows", "capacity", "pages", "table_width", "path_width", "splits_each", "window"],
+    do_not_specialize_on_alignment=["partial_best", "partial_total"],
 )
 def attention_kernel(  # type: ignore[no-untyped-def]
     q,
@@ -254,7 +255,9 @@ def attention_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + at, values.to(out.dtype.element_ty), mask=store)
 
 
-@triton.jit(do_not_specialize=["rows", "parts", "window"])
+@triton.jit(
+    do_not_specialize=["rows", "parts", "window"], do_not_specialize_on_alignment=["partial_best", "partial_total"]
+)
 def merge_kernel(  # type: ignore[no-untyped-def]
     row_position,
     out,

@@ -30,21 +30,21 @@ def test_importing_the_ops_imports_no_triton() -> None:
 
 def test_every_op_is_registered_for_cuda() -> None:
     from jacobi_kernels._ops import SCHEMAS
-    from jacobi_kernels.triton import MODULES
+    from jacobi_kernels.triton import OPS
 
     public = {op for op in SCHEMAS if not op.startswith("_")} - {"step_workspace_size"}  # which looks at CPU tensors
-    assert set(MODULES) == public
-    for op in MODULES:
+    assert set(OPS) == public
+    for op in OPS:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"jacobi::{op}", "CUDA"), op
 
 
 def test_every_module_has_its_op() -> None:
     from importlib import import_module
 
-    from jacobi_kernels.triton import MODULES
+    from jacobi_kernels.triton import OPS
 
-    for op, module in MODULES.items():
-        assert callable(getattr(import_module(f"jacobi_kernels.triton.{module}"), op)), op
+    for op in OPS:
+        assert callable(getattr(import_module(f"jacobi_kernels.triton.{op}"), op)), op
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
