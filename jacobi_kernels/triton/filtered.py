@@ -4,10 +4,10 @@
     which the mass exp(z - max) is below top_p of the kept mass;  sample = argmax of z + gumbel over what is kept
 
 The listed rows go through the scratch as many at a time as it holds: a product (packed_linear.py), then a program per
-row that reads its logits again and again instead of sorting them. Both thresholds are found by bisection over the 32
-bits of a float's order-preserving integer, so a count or a mass is taken over the vocabulary at most 66 times; masses
-are float64, blocks in ascending order, so a row's sample depends on the row alone. Beyond the listed rows programs end
-at once; launches follow from T and the scratch alone. Bytes: E * V weights per launch, 4 V per row and pass from L2.
+row that reads its logits again and again instead of sorting them. Both thresholds are found by bisection over a float's
+order-preserving integer, each half cut back to the nearest value that occurs: some 20 passes per filter, 32 at most.
+Masses are float64, blocks in ascending order, so a row's sample depends on the row alone. Beyond the listed rows
+programs end at once; launches follow from T and the scratch alone. Bytes: E * V weights per launch, 4 V per row and pass from L2.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jacobi_kernels.triton.argmax_verify import Head, Sampling, Verdict
 
 NO_ID = tl.constexpr(2147483647)
-LOWEST = tl.constexpr(-2147483648)
+LOWEST, HIGHEST = tl.constexpr(-2147483648), tl.constexpr(2147483647)
 _INTERPRETED = tl.constexpr(INTERPRETED)
 WARPS = 8
 
@@ -55,17 +55,37 @@ def _mass(z, largest):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _mass_above(  # type: ignore[no-untyped-def]
-    logits, n, heat, scale, softcap, lowest_order, largest, above, BLOCK: tl.constexpr, CAPPED: tl.constexpr
+def _count_from(  # type: ignore[no-untyped-def]
+    logits, n, heat, scale, softcap, middle, BLOCK: tl.constexpr, CAPPED: tl.constexpr
 ):
-    """Mass of the tokens of order >= lowest_order and > above, blocks in ascending order."""
-    total = tl.zeros((1,), tl.float64)
+    """Number of tokens of order >= middle, the lowest order among them and the highest below them."""
+    count, up, down = 0, HIGHEST + 0, LOWEST + 0
+    for begin in range(0, n, BLOCK):
+        id = begin + tl.arange(0, BLOCK)
+        _, order = _scores(logits, id, n, heat, scale, softcap, CAPPED)
+        above = (id < n) & (order.to(tl.int64) >= middle)
+        count += tl.sum(above.to(tl.int32), 0)
+        up = tl.minimum(up, tl.min(tl.where(above, order, HIGHEST), 0))
+        down = tl.maximum(down, tl.max(tl.where(above, LOWEST, order), 0))
+    return count, up, down
+
+
+@triton.jit
+def _mass_above(  # type: ignore[no-untyped-def]
+    logits, n, heat, scale, softcap, kth, largest, middle, BLOCK: tl.constexpr, CAPPED: tl.constexpr
+):
+    """Mass of the tokens of order > middle among those >= kth, blocks in ascending order; the lowest order among them
+    and the highest of the others."""
+    total, up, down = tl.cast(0.0, tl.float64), HIGHEST + 0, LOWEST + 0
     for begin in range(0, n, BLOCK):
         id = begin + tl.arange(0, BLOCK)
         z, order = _scores(logits, id, n, heat, scale, softcap, CAPPED)
-        kept = (id < n) & (order >= lowest_order) & (order.to(tl.int64) > above)
-        total += tl.sum(tl.where(kept, _mass(z, largest), 0.0), 0)
-    return tl.sum(total, 0)
+        kept = (id < n) & (order >= kth)
+        above = kept & (order.to(tl.int64) > middle)
+        total += tl.sum(tl.where(above, _mass(z, largest), 0.0), 0)
+        up = tl.minimum(up, tl.min(tl.where(above, order, HIGHEST), 0))
+        down = tl.maximum(down, tl.max(tl.where(kept & (above == 0), order, LOWEST), 0))
+    return total, up, down
 
 
 @triton.jit(do_not_specialize=["skip"])
@@ -113,32 +133,31 @@ def filter_kernel(  # type: ignore[no-untyped-def]
                     low, high = tl.cast(LOWEST, tl.int64), top.to(tl.int64) + 1
                     while high - low > 1:
                         middle = (low + high) >> 1
-                        count = 0
-                        for begin in range(0, n, BLOCK):
-                            id = begin + tl.arange(0, BLOCK)
-                            _, order = _scores(logits, id, n, heat, scale, softcap, CAPPED)
-                            count += tl.sum(((id < n) & (order.to(tl.int64) >= middle)).to(tl.int32), 0)
+                        count, up, down = _count_from(logits, n, heat, scale, softcap, middle, BLOCK, CAPPED)
                         if count >= wanted_count:
-                            low = middle
+                            low = up.to(tl.int64)
                         else:
-                            high = middle
+                            high = down.to(tl.int64) + 1
                     kth = low.to(tl.int32)
             edge, before, wanted = tl.cast(LOWEST, tl.int64) - 1, tl.cast(0.0, tl.float64), tl.cast(1.0, tl.float64)
             if HAS_TOP_P:
                 share = tl.load(top_p + b)
                 if share < 1.0:
                     least = tl.cast(LOWEST, tl.int64) - 1
-                    total = _mass_above(logits, n, heat, scale, softcap, kth, largest, least, BLOCK, CAPPED)
+                    total, _, _ = _mass_above(logits, n, heat, scale, softcap, kth, largest, least, BLOCK, CAPPED)
                     wanted = share.to(tl.float64) * total
                     low, high = kth.to(tl.int64) - 1, top.to(tl.int64)  # what is above high weighs less than wanted
                     while high - low > 1:
                         middle = (low + high) >> 1
-                        if _mass_above(logits, n, heat, scale, softcap, kth, largest, middle, BLOCK, CAPPED) < wanted:
-                            high = middle
+                        mass, up, down = _mass_above(
+                            logits, n, heat, scale, softcap, kth, largest, middle, BLOCK, CAPPED
+                        )
+                        if mass < wanted:
+                            high = tl.maximum(down.to(tl.int64), low + 1)
+                            before = mass
                         else:
-                            low = middle
+                            low = up.to(tl.int64) - 1
                     edge = high
-                    before = _mass_above(logits, n, heat, scale, softcap, kth, largest, edge, BLOCK, CAPPED)
             noise_low = tl.load(keys + row).to(tl.uint32, bitcast=True)
             noise_high = tl.load(keys + rows + row).to(tl.uint32, bitcast=True)
             best, token, ties = tl.cast(float("-inf"), tl.float32), NO_ID + 0, 0

@@ -32,8 +32,28 @@ def _let_loops_have_runtime_bounds() -> None:
     interpreter._patch_lang_tensor = patch_index_too
 
 
+def _patch_the_language_once_per_launch() -> None:
+    """A call from kernel to kernel patches the language anew, a millisecond each; what the launch patched will do."""
+    from triton.runtime import interpreter
+    from triton.runtime.errors import InterpreterError
+
+    patched: set[Any] = set()
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fn not in patched:  # functions of triton itself know the language under another name
+            interpreter._patch_lang(self.fn)
+            patched.add(self.fn)
+        try:
+            return self.rewrite()(*args, **kwargs)
+        except Exception as error:
+            raise InterpreterError(repr(error)) from error
+
+    interpreter.InterpretedFunction.__call__ = call
+
+
 if INTERPRETED:
     _let_loops_have_runtime_bounds()
+    _patch_the_language_once_per_launch()
 
 launches: Counter[str] = Counter()
 """Launches of every op since the process began; a decoder reports differences."""
