@@ -157,8 +157,10 @@ class ModelAdapter:
     def forward(self, tokens: Tensor, cache: LayoutCache) -> Tensor:
         """Hidden states [T, E] of ``tokens`` [T] int64, the rows of ``cache``'s current layout; only while wrapped."""
         self.limit.check(cache.most + 1)
+        rows = tokens.shape[0]
+        tokens = torch.nn.functional.pad(tokens, (0, cache.positions.shape[0] - rows))
         with self.hook.running(cache):
-            return self.call_decoder(tokens[None], cache.positions.long()[None], cache)
+            return self.call_decoder(tokens[None], cache.positions.long()[None], cache)[:rows]
 
     def empty_cache(self) -> LayoutCache:
         """What the probe hands the decoder before the shape of a cache is known."""

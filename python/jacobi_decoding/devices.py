@@ -74,9 +74,7 @@ def model_device(model: Any) -> torch.device:
         raise UnsupportedModelError(name, f"its weights must be on one device, found {found}", "move it with .to(...)")
     device = devices.pop()
     if device.type not in ("cpu", "cuda"):
-        raise UnsupportedModelError(
-            name, f"there are no kernels for {device}", "move it with .to('cpu') or .to('cuda')"
-        )
+        raise UnsupportedModelError(name, f"there are no kernels for {device}", "move it to cpu or cuda")
     return device
 
 

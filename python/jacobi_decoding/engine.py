@@ -7,12 +7,13 @@ from typing import Any, Protocol
 
 import torch
 
-from jacobi_decoding.devices import model_device, runs_triton
+from jacobi_decoding.devices import interpreted, model_device, runs_triton
 from jacobi_decoding.errors import UnsupportedModelError
 from jacobi_decoding.sampling import SamplingParams
 from jacobi_kernels.state import DecodeState, StateColumn
 
 CHECK_TOKENS = 8
+INTERPRETER_CHECK_TOKENS = 2  # a step takes seconds there
 
 
 class Engine(Protocol):
@@ -67,13 +68,14 @@ def check_step_engine(engine: Any) -> None:
     UnsupportedModelError otherwise.
     """
     model = engine.model
+    new = INTERPRETER_CHECK_TOKENS if interpreted() else CHECK_TOKENS
     prompt = [(7 * i + 3) % engine.vocab_size for i in range(CHECK_TOKENS)]
-    state = DecodeState.allocate([prompt], max_new_tokens=CHECK_TOKENS, block_size=4, blocks=1, candidates=0)
+    state = DecodeState.allocate([prompt], max_new_tokens=new, block_size=4, blocks=1, candidates=0)
     with engine.running():
         cache = engine.allocate_cache(1, state.cache_capacity)
         while state.running:
             engine.step(state, cache, SamplingParams())
-    text = state.text[:, : int(state.state[0, StateColumn.TEXT_LEN])].long()
+    text = state.text[:, : int(state.state[0, StateColumn.TEXT_LEN])].long().to(engine.device)
     was_training = model.training
     model.eval()
     try:

@@ -13,6 +13,7 @@ import torch
 
 from jacobi_decoding.adapter import attention_of, base_model
 from jacobi_decoding.devices import DeviceError
+from jacobi_decoding.refusals import cache_name
 from jacobi_decoding.step_engine import StepCache
 from jacobi_kernels.state import DecodeState, StateColumn
 
@@ -49,7 +50,8 @@ def take_in_prompts(model: Any, state: DecodeState, cache: StepCache, attention:
             if length < 2:
                 continue
             ids = state.text[b : b + 1, : length - 1].long()
-            known = decoder(input_ids=ids, past_key_values=DynamicCache(), use_cache=True).past_key_values
+            known = DynamicCache()
+            decoder(input_ids=ids, use_cache=True, **{cache_name(decoder): known})
             for i, layer in enumerate(known.layers):
                 cache.k_cache[i, b, : length - 1] = layer.keys[0].transpose(0, 1)
                 cache.v_cache[i, b, : length - 1] = layer.values[0].transpose(0, 1)

@@ -17,6 +17,12 @@ from jacobi_decoding.errors import UnsupportedModelError
 from jacobi_kernels.layout import BlockLayout
 
 
+def least_rows(device: torch.device) -> int:
+    """Rows of a forward, holes behind the others included: on a GPU torch splits a row's sum over more threads the
+    fewer rows there are, up to 16."""
+    return 32 if device.type == "cuda" else 0
+
+
 class _RowsLayer(CacheLayerMixin):
     """One layer as transformers sees it: it keeps nothing and gives the new rows back."""
 
@@ -44,8 +50,9 @@ class LayoutCache(Cache):
     """Key and value rows of every layer, with the layout and lengths of the step that runs.
 
     k_cache, v_cache [layers, B, capacity, KVH, D]. layout, cache_seqlens, positions [T]: of the running forward, beside
-    the caches; most: the last position in it. Sequences have different lengths and a forward holds rows of all of
-    them, so transformers' one "sequence length" is 0 here and positions always travel as explicit ``position_ids``.
+    the caches, with holes behind the rows where there are few; most: the last position. Sequences have different
+    lengths and a forward holds rows of all of them, so transformers' one "sequence length" is 0 here and positions
+    always travel as explicit ``position_ids``.
     """
 
     def __init__(
@@ -62,10 +69,13 @@ class LayoutCache(Cache):
 
         On the CPU ``cache_seqlens`` stays the caller's tensor.
         """
+        device = self.k_cache.device
+        if layout.rows < (least := least_rows(device)):
+            bounds = torch.cat([layout.cu_seqlens_q[:-1], torch.tensor([least], dtype=torch.int32)])
+            layout = BlockLayout(bounds, layout.segments, layout.cu_segments)
         positions = layout.positions(cache_seqlens)
         self.most = int(positions.max()) if layout.rows else -1
-        device = self.k_cache.device
-        self.layout, self.positions = layout.to(device), positions.to(device)
+        self.layout, self.positions = layout.to(device), positions.clamp(min=0).to(device)
         self.cache_seqlens = cache_seqlens.to(device)
 
     def get_conv_state(self, *args: Any, **kwargs: Any) -> Any:

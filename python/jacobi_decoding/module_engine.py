@@ -73,7 +73,7 @@ class ModuleEngine:
         if layout.rows == 0:
             return
         cache.begin(layout, state.cache_seqlens)
-        tokens, there = state.tokens[compact.rows].to(self.device), cache.layout
+        tokens, there = state.tokens[compact.rows].to(self.device), layout.to(self.device)
         hidden = self.adapter.forward(tokens.long(), cache)
         head = self.adapter.packed_head()
         predictions, accepted, num_accepted, fixed_point = torch.ops.jacobi.argmax_verify.default(

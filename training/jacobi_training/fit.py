@@ -89,7 +89,8 @@ def fit(
         ``out_dir`` cannot be written.
     """
     config = config or FitConfig()
-    out, ranks, place = Path(out_dir), join_ranks(device), checked_device(own_device(device))
+    place = checked_device(own_device(device))
+    out, ranks = Path(out_dir), join_ranks(device)
     samples = ShardReader(packed_dir, "packed")
     name = Path(model).name if isinstance(model, (str, os.PathLike)) else type(model).__name__
     if isinstance(model, (str, os.PathLike)):

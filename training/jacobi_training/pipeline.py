@@ -154,8 +154,8 @@ def run(
     from jacobi_training.trajectories import model_fingerprint
 
     config = config or PipelineConfig()
-    out, ranks = Path(out_dir), join_ranks(device)
     checked_device(own_device(device))
+    out, ranks = Path(out_dir), join_ranks(device)
     loaded = load_model(model, torch.float32)
     read = read_prompts(prompts, loaded.tokenizer, chat_template=config.chat_template)
     digest = hashlib.sha256(json.dumps([[p.index, *p.ids] for p in read]).encode()).hexdigest()

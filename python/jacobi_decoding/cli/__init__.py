@@ -48,6 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CommandError, ValueError, OSError, ImportError, NotImplementedError) as error:
         return _report(error, 2)
     except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not to be imported for its name
+            error = CommandError(
+                f"out of GPU memory ({error}); take --dtype bfloat16, fewer or smaller blocks, batches"
+            )
+            return _report(error, 2)
         return _report(error, 1)
 
 

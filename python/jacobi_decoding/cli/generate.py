@@ -200,7 +200,7 @@ def _chat(args: argparse.Namespace, loaded: LoadedModel, decoder: Any) -> None:
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     names = "dtype device block_size blocks candidates pool_from_prompt max_new_tokens temperature top_k top_p seed"
-    return {name: getattr(args, name) for name in [*names.split(), "ignore_eos", "raw"]}
+    return {name: getattr(args, name) for name in [*names.split(), "prefill", "ignore_eos", "raw"]}
 
 
 def _print_stats(stats: dict[str, Any]) -> None:
