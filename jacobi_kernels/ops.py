@@ -547,7 +547,8 @@ def step_workspace_size(
     int
         The least size of a uint8 tensor.
     """
-    if torch.device(device).type == "cuda" or os.environ.get("JACOBI_BACKEND") == "triton":
+    interpreted = os.environ.get("JACOBI_BACKEND") == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    if torch.device(device).type == "cuda" or interpreted:
         step = import_module("jacobi_kernels.triton.multi_block_step")
         return int(step.step_workspace_size(descriptor, rows, batch, num_segments))
     return int(_jacobi.step_workspace_size.default(descriptor, rows, batch, num_segments))

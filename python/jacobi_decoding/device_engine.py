@@ -34,6 +34,7 @@ from jacobi_kernels.step_weights import aligned_bytes
 PROMPT_SLOTS = 256  # what DecodeState.allocate makes of long prompts by default
 TEXT_ROUNDING = 512  # capacities are rounded up to it, so that runs of about one length share a graph
 KEPT_PLANS = 4
+KEPT_BYTES = 4 << 30  # beside the plan of the present run
 MEASURED_STEPS = 8  # of the graph and of the cooperative step, to choose one
 COOPERATIVE = "_cooperative_step"
 
@@ -167,11 +168,15 @@ class DeviceStepEngine(StepEngine):
         key = (self._mode, blob, settings, tuple(state.pool.shape), text, wide_rows, stops, given)
         plan = self._plans.pop(key, None)
         if plan is None:
-            while len(self._plans) >= KEPT_PLANS:
+            while self._plans and (len(self._plans) >= KEPT_PLANS or self._kept_bytes() > KEPT_BYTES):
                 self._plans.pop(next(iter(self._plans)))
             plan = self._make_plan(state, sampling, text, wide_rows, stops)
         self._plans[key] = plan
         return plan
+
+    def _kept_bytes(self) -> int:
+        caches = [plan.cache for plan in self._plans.values()]
+        return sum(t.nbytes for cache in caches for t in (cache.k_cache, cache.v_cache, cache.workspace))
 
     def _make_plan(self, state: DecodeState, sampling: SamplingParams, text: int, wide_rows: int, stops: int) -> Plan:
         narrow = state.narrowed()
@@ -200,7 +205,7 @@ class DeviceStepEngine(StepEngine):
         self._plans.clear()
 
     def _measure(self) -> float:
-        """Seconds of a decode step in the present mode."""
+        """Seconds of some decode steps in the present mode."""
         slots = 64
         state = DecodeState.allocate(
             [[1]],

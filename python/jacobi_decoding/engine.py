@@ -20,8 +20,9 @@ class Engine(Protocol):
     """Steps one model over a DecodeState."""
 
     name: str
-    device: torch.device
 
+    @property
+    def device(self) -> torch.device: ...
     @property
     def backend(self) -> str: ...
     @property

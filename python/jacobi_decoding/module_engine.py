@@ -31,7 +31,11 @@ class ModuleEngine:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.adapter = adapt(model)
-        self.device = self.adapter.device
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.adapter.device
 
     @property
     def backend(self) -> str:

@@ -68,9 +68,10 @@ class StepEngine:
             raise UnsupportedModelError(f"{length} tokens", "positions are 31-bit", "shorten the prompt")
 
     def fits(self) -> bool:
-        """Whether the model, its weights apart, is still what was described: layers, constants, frequencies, dtype."""
+        """Whether the model is what was described, weights apart: layers, constants, frequencies, dtype, device."""
         try:
-            return describe_step_model(self.model).same_as(self.step_model)
+            same = describe_step_model(self.model).same_as(self.step_model)
+            return same and model_device(self.model) == self.device
         except UnsupportedModelError:
             return False
 
