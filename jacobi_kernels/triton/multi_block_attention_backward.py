@@ -279,6 +279,8 @@ def backward_blocks(dtype: torch.dtype, head_dim: int) -> Blocks:
         return Blocks((32, 32, 4), (16, 32, 4))
     if head_dim > 128:
         return Blocks((64, 32, 8), (32, 64, 8))
+    if head_dim > 64:
+        return Blocks((64, 64, 8), (32, 64, 8))
     return Blocks((64, 64, 4), (32, 128, 8))
 
 
