@@ -47,7 +47,7 @@ BUILT_ISAS = ["scalar"] + ["avx2", "avx512"] * X86 + ["simde"] * SIMDE
 
 BINDING_FLAGS = ["-std=c++20", "-O2", "-ffp-contract=off", "-fvisibility=hidden", "-Wall"]
 STABLE_ABI = [("TORCH_TARGET_VERSION", "0x020b000000000000")]
-NVCC_FLAGS = ["-std=c++20", "-O3", "-Xcompiler", "-fPIC,-ffp-contract=off,-fvisibility=hidden"]
+NVCC_FLAGS = ["-std=c++20", "-O3", "-fmad=false", "-Xcompiler", "-fPIC,-ffp-contract=off,-fvisibility=hidden"]
 GPUS = ("80", "90a", "100a")
 
 
@@ -126,10 +126,10 @@ setup(
         ),
         Pybind11Extension(
             "jacobi_kernels._host",
-            ["csrc/host/host.cpp"],
+            sources("host/*.cpp"),
             include_dirs=[str(ROOT / "csrc")],
             define_macros=DEFINES,
-            extra_compile_args=["-O2"],
+            extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno"],
             depends=headers(),
             cxx_std=20,
         ),

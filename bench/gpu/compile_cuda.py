@@ -25,7 +25,15 @@ KERNELS = ROOT / "csrc" / "cuda"
 BINDING = ROOT / "csrc" / "ops_cuda"
 LINK = "link and load"
 HOST_FLAGS = ["-std=c++20", "-O2", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden", "-Wall"]
-DEVICE_FLAGS = ["-std=c++20", "-O3", "-Xptxas", "-v", "-Xcompiler", "-fPIC,-ffp-contract=off,-fvisibility=hidden"]
+DEVICE_FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-fmad=false",
+    "-Xptxas",
+    "-v",
+    "-Xcompiler",
+    "-fPIC,-ffp-contract=off,-fvisibility=hidden",
+]
 LINK_TARGET = 90
 
 STUBS = """

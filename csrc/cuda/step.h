@@ -51,7 +51,7 @@ struct StepArgs {
   int64_t workspace_bytes;
 };
 
-// Bytes of workspace for these sizes; -1 when the descriptor is not sound (supported() says why).
+// Bytes of workspace for these sizes; -1 when the descriptor or a size is not supported (supported() says why).
 int64_t workspace_bytes(const int64_t* descriptor, int64_t descriptor_words, int64_t rows, int64_t batch,
                         int64_t num_segments);
 

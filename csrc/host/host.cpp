@@ -5,6 +5,10 @@
 
 namespace py = pybind11;
 
+namespace jacobi::host {
+void bind_grid_program(py::module_& m);  // grid_program.cpp
+}
+
 namespace {
 
 py::dict cpu_features() {
@@ -64,4 +68,5 @@ PYBIND11_MODULE(_host, m) {
   m.def("build_report", &build_report,
         "Compiler, C++ standard, and whether the SIMDe build of the AVX-512 file is in.");
   m.def("state_columns", &state_columns, "Name -> column of the per-sequence decode state, as the C++ code has it.");
+  jacobi::host::bind_grid_program(m);
 }
