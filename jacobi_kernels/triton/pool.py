@@ -12,6 +12,8 @@ counters, 16 bits for each length, gives every match its rank among those of its
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -21,6 +23,18 @@ KEPT = tl.constexpr(16)
 TILE = tl.constexpr(32)  # pool rows, and tokens of a row, that are compared at once
 _LENGTH_SHIFT = tl.constexpr(32)
 _INDEX_MASK = tl.constexpr(2**31 - 1)
+
+
+class History(NamedTuple):
+    """One sequence's final tokens and pool, as in csrc/common/pool.h: addresses and scalars on the device."""
+
+    text: Any  # [text_length]
+    text_begin: Any  # matches lie in text[text_begin:]
+    text_length: Any
+    pool: Any  # [rows, 1 + width]
+    rows: Any
+    width: Any
+    next_row: Any  # the row that the next entry will take
 
 
 @triton.jit
@@ -66,30 +80,28 @@ def match_lengths(tokens, begin, end, inside, suffix, suffix_length):  # type: i
 
 
 @triton.jit
-def pool_match_lengths(pool, rows, width, next_row, index, suffix, suffix_length):  # type: ignore[no-untyped-def]
+def pool_match_lengths(h, index, suffix, suffix_length):  # type: ignore[no-untyped-def]
     """match_lengths at indices of the pool; 0 where no token follows."""
-    inside = (index >= 0) & (index < rows * width)
-    entry = pool + (next_row + index // width) % rows * (1 + width)
-    end = index % width
+    inside = (index >= 0) & (index < h.rows * h.width)
+    entry = h.pool + (h.next_row + index // h.width) % h.rows * (1 + h.width)
+    end = index % h.width
     stored = tl.load(entry, mask=inside, other=0)
     return match_lengths(entry + 1, 0, end, inside & (end < stored - 1), suffix, suffix_length)
 
 
 @triton.jit
-def best_match(  # type: ignore[no-untyped-def]
-    text, text_begin, text_length, guesses, num_guesses, pool, rows, width, next_row, LANES: tl.constexpr
-):
+def best_match(h, guesses, num_guesses, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
     """(length, place) of the longest match of the run's last tokens, the latest of its length; length 0: none."""
-    size = text_length + num_guesses
-    suffix = last_tokens(text, text_length, guesses, size)
+    size = h.text_length + num_guesses
+    suffix = last_tokens(h.text, h.text_length, guesses, size)
     suffix_length = tl.minimum(size, MATCH_TOKENS)
     lanes = tl.arange(0, LANES)
 
     best = tl.zeros([LANES], tl.int64)
-    end_of_search = tl.minimum(text_length, size - 1)
-    for i in range(text_begin, end_of_search, LANES):
+    end_of_search = tl.minimum(h.text_length, size - 1)
+    for i in range(h.text_begin, end_of_search, LANES):
         end = i + lanes
-        length = match_lengths(text, text_begin, end, end < end_of_search, suffix, suffix_length)
+        length = match_lengths(h.text, h.text_begin, end, end < end_of_search, suffix, suffix_length)
         best = tl.maximum(best, (length.to(tl.int64) << _LENGTH_SHIFT) + end)
     found = tl.max(best, 0)
     longest = (found >> _LENGTH_SHIFT).to(tl.int32)
@@ -97,9 +109,9 @@ def best_match(  # type: ignore[no-untyped-def]
 
     if longest < suffix_length:
         best = tl.zeros([LANES], tl.int64)
-        for i in range(0, rows * width, LANES):
+        for i in range(0, h.rows * h.width, LANES):
             index = i + lanes
-            length = pool_match_lengths(pool, rows, width, next_row, index, suffix, suffix_length)
+            length = pool_match_lengths(h, index, suffix, suffix_length)
             best = tl.maximum(best, (length.to(tl.int64) << _LENGTH_SHIFT) + index)
         found = tl.max(best, 0)
         length = (found >> _LENGTH_SHIFT).to(tl.int32)
@@ -109,21 +121,21 @@ def best_match(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def locate(place, pool, rows, width, next_row):  # type: ignore[no-untyped-def]
-    """(place in the pool's memory of the token behind a match, tokens there); means nothing for one in the text."""
+def locate(h, place):  # type: ignore[no-untyped-def]
+    """(offset in the pool of the token behind a match, tokens that follow); means nothing for a match in the text."""
     index = tl.maximum(-1 - place, 0)
-    entry = (next_row + index // tl.maximum(width, 1)) % tl.maximum(rows, 1) * (1 + width)
-    end = index % tl.maximum(width, 1)
-    stored = tl.load(pool + entry, mask=place < 0, other=0)
+    entry = (h.next_row + index // tl.maximum(h.width, 1)) % tl.maximum(h.rows, 1) * (1 + h.width)
+    end = index % tl.maximum(h.width, 1)
+    stored = tl.load(h.pool + entry, mask=place < 0, other=0)
     return entry + 2 + end, stored - (end + 1)
 
 
 @triton.jit
-def continuation(text, text_length, guesses, size, pool, place, address, i, mask):  # type: ignore[no-untyped-def]
+def continuation(h, guesses, size, place, offset, i, mask):  # type: ignore[no-untyped-def]
     """Token i behind a match; one that reaches the end of the run goes on at its own start."""
     period = tl.maximum(size - (place + 1), 1)
-    own = run_token(text, text_length, guesses, place + 1 + i % period, mask & (place >= 0))
-    pooled = tl.load(pool + (address + i), mask=mask & (place < 0), other=0)
+    own = run_token(h.text, h.text_length, guesses, place + 1 + i % period, mask & (place >= 0))
+    pooled = tl.load(h.pool + (offset + i), mask=mask & (place < 0), other=0)
     return tl.where(place >= 0, own, pooled)
 
 
@@ -157,29 +169,27 @@ def _keep(ranked, length, place, low, high):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def rank_matches(  # type: ignore[no-untyped-def]
-    text, text_begin, text_length, pool, rows, width, next_row, ranked, LANES: tl.constexpr
-):
+def rank_matches(h, ranked, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Places of the latest matches of the text's last tokens to ranked [8, 16], row by length less one.
 
     Returns their packed counters and prompt lookup's choice: the place of the first occurrence of the longest final
-    n-gram (n <= 3), or -1.
+    n-gram (n <= 3) in the searched text, or -1.
     """
-    suffix = last_tokens(text, text_length, text, text_length)
-    suffix_length = tl.minimum(text_length, MATCH_TOKENS)
+    suffix = last_tokens(h.text, h.text_length, h.text, h.text_length)
+    suffix_length = tl.minimum(h.text_length, MATCH_TOKENS)
     lanes = tl.arange(0, LANES)
     low = tl.zeros([], tl.int64)
     high = low
     lookup = tl.zeros([LANES], tl.int64)
-    for i in range(0, text_length - 1 - text_begin, LANES):
-        end = text_length - 2 - i - lanes
-        length = match_lengths(text, text_begin, end, end >= text_begin, suffix, suffix_length)
+    for i in range(0, h.text_length - 1 - h.text_begin, LANES):
+        end = h.text_length - 2 - i - lanes
+        length = match_lengths(h.text, h.text_begin, end, end >= h.text_begin, suffix, suffix_length)
         low, high = _keep(ranked, length, end, low, high)
         shown = tl.minimum(length, LOOKUP_TOKENS).to(tl.int64)
         lookup = tl.maximum(lookup, tl.where(length > 0, (shown << _LENGTH_SHIFT) + (_INDEX_MASK - end), 0))
-    for i in range(0, rows * width, LANES):
-        index = rows * width - 1 - i - lanes
-        length = pool_match_lengths(pool, rows, width, next_row, index, suffix, suffix_length)
+    for i in range(0, h.rows * h.width, LANES):
+        index = h.rows * h.width - 1 - i - lanes
+        length = pool_match_lengths(h, index, suffix, suffix_length)
         low, high = _keep(ranked, length, -1 - index, low, high)
     first = tl.max(lookup, 0)
     return low, high, tl.where(first > 0, _INDEX_MASK - (first & _INDEX_MASK).to(tl.int32), -1)

@@ -1,17 +1,18 @@
 """``redraft``: what one forward pass made final is emitted, then the next query layout is written.
 
-The rules are those of csrc/common/redraft.h, stage by stage: emission, pool, blocks, chain, candidates. One program per
-sequence. Scalars (lengths, counters, the state's columns) live in registers and are the same in all threads; lanes take
-tokens: comparisons are counts or minima of mismatches, copies are masked stores of up to LANES tokens, searches are in
-:mod:`jacobi_kernels.triton.pool`. Loops over lanes' tiles end at the sequence's own lengths.
+The rules are those of csrc/common/redraft.h, stage by stage: emission, pool and blocks here, chain and candidates in
+:mod:`jacobi_kernels.triton.draft`, searches in :mod:`jacobi_kernels.triton.pool`, checks in
+:mod:`jacobi_kernels.triton.redraft_check`. One program per sequence. Scalars (lengths, counters, the state's columns)
+live in registers and are the same in all threads; lanes take tokens: comparisons are counts or minima of mismatches,
+copies are masked stores. Loops over tiles of lanes end at the sequence's own lengths.
 
 A token that one thread stores may be loaded by another, so a barrier stands behind every stage that writes what a later
 one reads, and in front of every one that overwrites what an earlier one reads: text after emission, pool rows, the new
-chain over the old one, guesses before they are searched, candidates before they are compared.
+layout over the old one, guesses before they are searched, candidates before they are compared.
 
 A sequence whose layout or state is out of range is left as it is but for its column ERROR; one whose ERROR is set
-already is left alone. Bytes: one to seven passes over the text and the pool (4 bytes a token, from L1 and L2), the
-query rows and two rows of the pool; nothing else is touched.
+already is left alone. Bytes: one to six passes over the text and the pool (4 bytes a token, from L1 and L2), the query
+rows, and the pool's rows once more for every entry that is stored.
 """
 
 from __future__ import annotations
@@ -24,17 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from jacobi_kernels.state import MAX_DRAFT_OPTION, MAX_TOKEN, STATE_COLUMNS, StateColumn
-from jacobi_kernels.triton.pool import (
-    KEPT,
-    MATCH_TOKENS,
-    TILE,
-    best_match,
-    continuation,
-    count_of,
-    locate,
-    rank_matches,
-    store_entry,
-)
+from jacobi_kernels.triton.draft import Slots, draft_candidates, draft_chain
+from jacobi_kernels.triton.pool import KEPT, MATCH_TOKENS, History, store_entry
 from jacobi_kernels.triton.redraft_check import (
     ACTIVE,
     BLOCK_FILL,
@@ -51,7 +43,7 @@ from jacobi_kernels.triton.redraft_check import (
 from jacobi_kernels.triton.runtime import CompileCase, check_runs_here, launch
 
 OP = "redraft"
-LANES, NUM_WARPS = 512, 4
+LANES, NUM_WARPS = 512, 8
 
 ACCEPTED = tl.constexpr(int(StateColumn.ACCEPTED))
 WINNER = tl.constexpr(int(StateColumn.WINNER))
@@ -59,7 +51,6 @@ EMITTED = tl.constexpr(int(StateColumn.EMITTED))
 FIXED_POINT = tl.constexpr(int(StateColumn.FIXED_POINT))
 ERROR = tl.constexpr(int(StateColumn.ERROR))
 STOP_TOKEN, LENGTH = tl.constexpr(1), tl.constexpr(2)  # reasons in DONE
-REFILL_SEARCHES = tl.constexpr(4)  # as kRefillSearches of csrc/common/redraft.h
 
 
 @triton.jit
@@ -102,42 +93,29 @@ def _accepted_run(tokens, predictions, start, length, before, num_final, LANES: 
 
 
 @triton.jit
-def _feed_pool(  # type: ignore[no-untyped-def]
-    predictions,
-    tokens,
-    segments,
-    candidates,
-    winner,
-    old_length,
-    text,
-    text_len,
-    pool,
-    pool_rows,
-    pool_width,
-    pool_next,
-    LANES: tl.constexpr,
-):
+def _feed_pool(h, slots, predictions, winner, old_length, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Stores what the chain and the losing candidates predicted behind their accepted part; returns POOL_NEXT."""
-    chain_start = tl.load(segments)
-    for s in range(candidates + 1):
-        start, length = tl.load(segments + 4 * s), tl.load(segments + 4 * s + 1)
+    next_row = h.next_row
+    chain_start = tl.load(slots.segments)
+    for s in range(slots.candidates + 1):
+        start, length = tl.load(slots.segments + 4 * s), tl.load(slots.segments + 4 * s + 1)
         if (length > 0) & ((s == 0) | (s != winner)):
             final = tl.where(s == 0, 1, 0)
-            accepted = _accepted_run(tokens, predictions, start, length, chain_start, final, LANES)
-            # The token behind the accepted part is final: it ends the context. The context never passes the text.
-            context_end = tl.minimum(old_length + 1 - final + accepted + 1, text_len)
+            accepted = _accepted_run(slots.tokens, predictions, start, length, chain_start, final, LANES)
+            # The token behind the accepted part is final: it ends the context, which never passes the text's end.
+            context_end = tl.minimum(old_length + 1 - final + accepted + 1, h.text_length)
             context_length = tl.minimum(MATCH_TOKENS, context_end)
-            pool_next = store_entry(
-                pool,
-                pool_rows,
-                pool_width,
-                pool_next,
-                text + (context_end - context_length),
+            next_row = store_entry(
+                h.pool,
+                h.rows,
+                h.width,
+                next_row,
+                h.text + (context_end - context_length),
                 context_length,
                 predictions + (start + accepted),
                 length - accepted,
             )
-    return pool_next
+    return next_row
 
 
 @triton.jit
@@ -161,183 +139,20 @@ def _copy(source, target, count, LANES: tl.constexpr):  # type: ignore[no-untype
 
 
 @triton.jit
-def _draft_chain(  # type: ignore[no-untyped-def]
-    predictions,
-    chain,
-    last_row,
-    winner_end,
-    main_start,
-    main_length,
-    accepted,
-    target,
-    text,
-    text_begin,
-    text_len,
-    pool,
-    pool_rows,
-    pool_width,
-    pool_next,
-    LANES: tl.constexpr,
-):
-    """Writes ``target`` tokens over the old chain; last_row -1: nothing was predicted."""
-    lanes = tl.arange(0, LANES)
-    tl.store(chain, tl.load(text + text_len - 1))
-    count = 1
-    if accepted > 0:
-        # Row last_row + i, and main row accepted - 1 + i, predict place i of the new chain.
-        winner_count = tl.minimum(winner_end - last_row, target)
-        count = tl.minimum(tl.maximum(winner_count, main_length - accepted + 1), target)
-        for i in range(1, count, LANES):
-            at = i + lanes
-            row = tl.where(at < winner_count, last_row + at, main_start + accepted - 1 + at)
-            tl.store(chain + at, tl.load(predictions + row, mask=at < count, other=0), mask=at < count)
-    tl.debug_barrier()
-
-    searches = 0
-    while (searches < REFILL_SEARCHES) & (count < target):
-        length, place = best_match(
-            text, text_begin, text_len, chain + 1, count - 1, pool, pool_rows, pool_width, pool_next, LANES
-        )
-        searches = tl.where(length > 0, searches + 1, REFILL_SEARCHES)
-        if length > 0:
-            address, left = locate(place, pool, pool_rows, pool_width, pool_next)
-            added = tl.where(place >= 0, target - count, tl.minimum(left, target - count))
-            size = text_len + count - 1
-            for i in range(0, added, LANES):
-                at = i + lanes
-                token = continuation(text, text_len, chain + 1, size, pool, place, address, at, at < added)
-                tl.store(chain + count + at, token, mask=at < added)
-            count += added
-            tl.debug_barrier()
-
-    if count < target:
-        last = tl.load(chain + count - 1)
-        for i in range(count, target, LANES):
-            tl.store(chain + i + lanes, tl.zeros_like(lanes) + last, mask=i + lanes < target)
-
-
-@triton.jit
-def _choose(  # type: ignore[no-untyped-def]
-    place,
-    limit,
-    text,
-    text_len,
-    pool,
-    pool_rows,
-    pool_width,
-    pool_next,
-    tokens,
-    segments,
-    chain_row,
-    candidate_row,
-    stride,
-    chosen,
-    MANY: tl.constexpr,
-):
-    """Adds the continuation of a match unless it says nothing new; returns the number of chosen candidates.
-
-    It is compared with the chain's guesses (who = 0) and the chosen candidates (who = 1 + c) side by side. The first
-    that begins with it, or that it begins with, decides: a longer one makes it vain, a shorter candidate is extended.
-    """
-    columns = tl.arange(0, TILE)
-    address, left = locate(place, pool, pool_rows, pool_width, pool_next)
-    length = tl.where(place >= 0, limit, tl.minimum(left, limit))
-    found = chosen + 1
-    for r in range(0, chosen + 1, MANY):
-        who = r + tl.arange(0, MANY)
-        there = who <= chosen
-        row = tl.where(who == 0, chain_row + 1, candidate_row + (who - 1) * stride)
-        known = tl.load(segments + 4 * who + 1, mask=there, other=0) - (who == 0).to(tl.int32)
-        differing = tl.zeros([MANY], tl.int32)
-        for i in range(0, length, TILE):
-            at = i + columns
-            token = continuation(text, text_len, text, text_len, pool, place, address, at, at < length)
-            compared = there[:, None] & (at[None, :] < tl.minimum(known, length)[:, None])
-            other = tl.load(tokens + row[:, None] + at[None, :], mask=compared, other=0)
-            differing += tl.sum((compared & (other != token[None, :])).to(tl.int32), 1)
-        related = there & (differing == 0) & ((who > 0) | (known >= length))
-        found = tl.minimum(found, tl.min(tl.where(related, who, chosen + 1), 0))
-    known = tl.load(segments + 4 * found + 1, mask=found <= chosen, other=0) - (found == 0).to(tl.int32)
-    if known < length:
-        tl.debug_barrier()  # what is about to change has been read by all threads
-        target = tokens + (candidate_row + (found - 1) * stride)
-        for i in range(known, length, TILE):
-            at = i + columns
-            token = continuation(text, text_len, text, text_len, pool, place, address, at, at < length)
-            tl.store(target + at, token, mask=at < length)
-        tl.store(segments + 4 * found + 1, length)
-        chosen = tl.maximum(chosen, found)
-        tl.debug_barrier()
-    return chosen
-
-
-@triton.jit
-def _draft_candidates(  # type: ignore[no-untyped-def]
-    text,
-    text_begin,
-    text_len,
-    pool,
-    pool_rows,
-    pool_width,
-    pool_next,
-    tokens,
-    segments,
-    chain_row,
-    candidate_row,
-    stride,
-    limit,
-    candidates,
-    ranked,
-    LANES: tl.constexpr,
-    MANY: tl.constexpr,
-):
-    """Prompt lookup's choice, then continuations by longer match and recency, until there are ``candidates``."""
-    low, high, lookup = rank_matches(text, text_begin, text_len, pool, pool_rows, pool_width, pool_next, ranked, LANES)
-    tl.debug_barrier()
-    has_lookup = ((lookup >= 0) & (text_begin == 0)).to(tl.int32)
-    chosen, i = 0, 0
-    length = MATCH_TOKENS + 1  # of the matches that come next; one more than the longest stands for prompt lookup
-    while (length > 0) & (chosen < candidates):
-        looked_up = length > MATCH_TOKENS
-        count = tl.where(looked_up, has_lookup, count_of(low, high, tl.minimum(length, MATCH_TOKENS)))
-        if i < count:
-            place = tl.load(ranked + (length - 1) * KEPT + i, mask=length <= MATCH_TOKENS, other=0)
-            chosen = _choose(
-                tl.where(looked_up, lookup, place),
-                limit,
-                text,
-                text_len,
-                pool,
-                pool_rows,
-                pool_width,
-                pool_next,
-                tokens,
-                segments,
-                chain_row,
-                candidate_row,
-                stride,
-                chosen,
-                MANY,
-            )
-            i += 1
-        else:
-            length -= 1
-            i = 0
-
-
-@triton.jit
-def _lay_out(  # type: ignore[no-untyped-def]
-    segments, first, begin, candidate_row, stride, candidates, chain_length, LANES: tl.constexpr
-):
+def _lay_out(slots, first, chain_length, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
     """The chain of the given length and empty candidates, at their fixed starts."""
-    for i in range(0, candidates + 1, LANES):
+    for i in range(0, slots.candidates + 1, LANES):
         s = i + tl.arange(0, LANES)
-        there = s <= candidates
+        there = s <= slots.candidates
         candidate = s > 0
-        tl.store(segments + 4 * s, tl.where(candidate, candidate_row + (s - 1) * stride, begin), mask=there)
-        tl.store(segments + 4 * s + 1, tl.where(candidate, 0, chain_length), mask=there)
-        tl.store(segments + 4 * s + 2, tl.where(candidate, first, -1), mask=there)
-        tl.store(segments + 4 * s + 3, (candidate & (chain_length > 0)).to(tl.int32), mask=there)
+        tl.store(
+            slots.segments + 4 * s,
+            tl.where(candidate, slots.candidate_row + (s - 1) * slots.stride, slots.begin),
+            mask=there,
+        )
+        tl.store(slots.segments + 4 * s + 1, tl.where(candidate, 0, chain_length), mask=there)
+        tl.store(slots.segments + 4 * s + 2, tl.where(candidate, first, -1), mask=there)
+        tl.store(slots.segments + 4 * s + 3, (candidate & (chain_length > 0)).to(tl.int32), mask=there)
 
 
 @triton.jit
@@ -365,11 +180,11 @@ def _redraft_sequence(  # type: ignore[no-untyped-def]
     candidates,
     spawn_unchanged,
     LANES: tl.constexpr,
-    MANY: tl.constexpr,
 ):
     """One checked sequence; segments, cache_seqlen, text, pool, state, stops and ranked point to its own."""
     stride = block_size - 1
     candidate_row = end - candidates * stride
+    slots = Slots(tokens, segments, begin, candidate_row, stride, candidates)
     text_len, prompt_len = tl.load(state + TEXT_LEN), tl.load(state + PROMPT_LEN)
     max_len, num_final = tl.load(state + MAX_LEN), tl.load(state + NUM_FINAL)
     active, fill = tl.load(state + ACTIVE), tl.load(state + BLOCK_FILL)
@@ -391,21 +206,8 @@ def _redraft_sequence(  # type: ignore[no-untyped-def]
             text_len += emitted
             tl.debug_barrier()  # the text is read from here on
         if decode & (done == 0):
-            pool_next = _feed_pool(
-                predictions,
-                tokens,
-                segments,
-                candidates,
-                winner,
-                cached - accepted,
-                text,
-                text_len,
-                pool,
-                pool_rows,
-                pool_width,
-                pool_next,
-                LANES,
-            )
+            before = History(text, text_begin, text_len, pool, pool_rows, pool_width, pool_next)
+            pool_next = _feed_pool(before, slots, predictions, winner, cached - accepted, LANES)
             fill += accepted
             active = tl.maximum(1, active - fill // block_size)
             fill = fill % block_size
@@ -414,6 +216,7 @@ def _redraft_sequence(  # type: ignore[no-untyped-def]
                 active += (unchanged >= spawn_unchanged).to(tl.int32)
 
     tl.debug_barrier()  # tokens, segments and state have been read by all threads
+    history = History(text, text_begin, text_len, pool, pool_rows, pool_width, pool_next)
     num_final, chain_length = 1, 0
     prefill = (cached < text_len) & (text_len == prompt_len)
     if done != 0:
@@ -424,25 +227,19 @@ def _redraft_sequence(  # type: ignore[no-untyped-def]
         _copy(text + cached, tokens + begin, num_final, LANES)
     else:
         chain_length = tl.minimum(block_size * active, max_len - text_len)
-        _draft_chain(
-            predictions,
+        draft_chain(
+            history,
             tokens + begin,
+            chain_length,
+            predictions,
+            accepted,
             last_row,
             winner_end,
             main_start,
             main_length,
-            accepted,
-            chain_length,
-            text,
-            text_begin,
-            text_len,
-            pool,
-            pool_rows,
-            pool_width,
-            pool_next,
             LANES,
         )
-    _lay_out(segments, first, begin, candidate_row, stride, candidates, chain_length, LANES)
+    _lay_out(slots, first, chain_length, LANES)
     tl.store(state + TEXT_LEN, text_len)
     tl.store(state + NUM_FINAL, num_final)
     tl.store(state + ACTIVE, active)
@@ -456,28 +253,20 @@ def _redraft_sequence(  # type: ignore[no-untyped-def]
     limit = tl.minimum(stride, max_len - text_len - 1)
     if (done == 0) & (prefill == 0) & (limit > 0) & (candidates > 0):
         tl.debug_barrier()  # the chain and the segments' lengths are compared with candidates
-        _draft_candidates(
-            text,
-            text_begin,
-            text_len,
-            pool,
-            pool_rows,
-            pool_width,
-            pool_next,
-            tokens,
-            segments,
-            begin,
-            candidate_row,
-            stride,
-            limit,
-            candidates,
-            ranked,
-            LANES,
-            MANY,
-        )
+        draft_candidates(history, slots, limit, ranked, LANES)
 
 
-@triton.jit
+POINTERS = (
+    *("predictions", "accepted_rows", "num_accepted", "fixed_point", "tokens", "segments", "cu_seqlens_q"),
+    *("cu_segments", "cache_seqlens", "text", "pool", "state", "stop_tokens", "ranked"),
+)
+SIZES = (
+    *("batch", "total_rows", "num_segments", "least_rows", "text_capacity", "pool_rows", "pool_width", "num_stops"),
+    *("block_size", "blocks", "candidates", "spawn_unchanged"),
+)
+
+
+@triton.jit(do_not_specialize=[*POINTERS, *SIZES])  # one compilation serves every call
 def redraft_kernel(  # type: ignore[no-untyped-def]
     predictions,
     accepted_rows,
@@ -507,7 +296,6 @@ def redraft_kernel(  # type: ignore[no-untyped-def]
     spawn_unchanged,
     STATE_COLUMNS: tl.constexpr,
     LANES: tl.constexpr,
-    MANY: tl.constexpr,
 ):
     """One program per sequence; fixed_point as bytes, ranked [B, 8, 16] is scratch."""
     b = tl.program_id(0)
@@ -570,7 +358,6 @@ def redraft_kernel(  # type: ignore[no-untyped-def]
                 candidates,
                 spawn_unchanged,
                 LANES,
-                MANY,
             )
 
 
@@ -671,28 +458,13 @@ def redraft(
         fewest_unchanged(block_size, spawn_ratio),
         STATE_COLUMNS=STATE_COLUMNS,
         LANES=LANES,
-        MANY=many(candidates),
         num_warps=NUM_WARPS,
     )
 
 
-def many(candidates: int) -> int:
-    """Candidates that a continuation is compared with at once, the chain among them."""
-    return min(16, triton.next_power_of_2(max(2, candidates + 1)))
-
-
 def compile_cases() -> list[CompileCase]:
-    """The kernel for 1, 4 and many candidates."""
-    pointers = (
-        "predictions accepted_rows num_accepted fixed_point tokens segments cu_seqlens_q cu_segments cache_seqlens"
-    )
-    pointers += " text pool state stop_tokens ranked"
-    sizes = "batch total_rows num_segments least_rows text_capacity pool_rows pool_width num_stops block_size blocks"
-    sizes += " candidates spawn_unchanged"
-    cases = []
-    for candidates in (1, 4, 16):
-        constants = {"STATE_COLUMNS": STATE_COLUMNS, "LANES": LANES, "MANY": many(candidates)}
-        signature = dict.fromkeys(pointers.split(), "*i32") | {"fixed_point": "*u8"}
-        signature |= dict.fromkeys(sizes.split(), "i32") | dict.fromkeys(constants, "constexpr")
-        cases.append(CompileCase(f"{OP}: {candidates} candidates", redraft_kernel, signature, constants, NUM_WARPS))
-    return cases
+    """One kernel for everything."""
+    constants = {"STATE_COLUMNS": STATE_COLUMNS, "LANES": LANES}
+    signature = dict.fromkeys(POINTERS, "*i32") | {"fixed_point": "*u8"} | dict.fromkeys(SIZES, "i32")
+    signature |= dict.fromkeys(constants, "constexpr")
+    return [CompileCase(OP, redraft_kernel, signature, constants, NUM_WARPS)]
