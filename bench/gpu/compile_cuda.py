@@ -96,16 +96,22 @@ def compile_kernels(name: str, target: int) -> list[Compiled]:
     return found
 
 
-def _compile_device(name: str, target: int, to: Path) -> tuple[str, dict[str, str]]:
-    """(what ptxas said, disassembly of every function)."""
+def _nvcc(name: str, code: str, to: Path) -> str:
+    """Compile one kernel file; what the compiler said."""
     from torch.utils.cpp_extension import COMMON_NVCC_FLAGS  # setup.py's build adds them
-    from triton.backends import nvidia
 
     nvcc = find_nvcc()
     assert nvcc is not None
+    flags = [*DEVICE_FLAGS, *COMMON_NVCC_FLAGS, f"-gencode={code}", "-I", ROOT / "csrc"]
+    return tool([nvcc, *flags, "-c", KERNELS / name, "-o", to])
+
+
+def _compile_device(name: str, target: int, to: Path) -> tuple[str, dict[str, str]]:
+    """(what ptxas said, disassembly of every function)."""
+    from triton.backends import nvidia
+
     arch = ARCHITECTURE[target].removeprefix("sm_")
-    code = f"-gencode=arch=compute_{arch},code=sm_{arch}"
-    log = tool([nvcc, *DEVICE_FLAGS, *COMMON_NVCC_FLAGS, code, "-I", ROOT / "csrc", "-c", KERNELS / name, "-o", to])
+    log = _nvcc(name, f"arch=compute_{arch},code=sm_{arch}", to)
     disassembler = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
     pieces = re.split(r"^\s*Function : (\w+)$", tool([disassembler, "--dump-sass", to]), flags=re.MULTILINE)
     return log, dict(zip(pieces[1::2], pieces[2::2], strict=True))
@@ -145,7 +151,8 @@ def _link_and_load(folder: Path) -> None:
         tool(["g++", *flags, "-c", source, "-o", objects[-1]])
     for name in kernel_files():
         objects.append(folder / f"{name}.o")
-        _compile_device(name, LINK_TARGET, objects[-1])
+        arch = ARCHITECTURE[LINK_TARGET].removeprefix("sm_")
+        _nvcc(name, f"arch=compute_{arch},code=compute_{arch}", objects[-1])  # PTX will do, and is ready sooner
     stubs = folder / "stubs.c"
     stubs.write_text(STUBS)
     libraries = [*library_paths(), *(home / name for name in ("lib64", "lib") if (home / name).is_dir())]
