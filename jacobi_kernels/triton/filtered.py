@@ -7,7 +7,8 @@ The listed rows go through the scratch as many at a time as it holds: a product 
 row that reads its logits again and again instead of sorting them. Both thresholds are found by bisection over a float's
 order-preserving integer, each half cut back to the nearest value that occurs: some 20 passes per filter, 32 at most.
 Masses are float64, blocks in ascending order, so a row's sample depends on the row alone. Beyond the listed rows
-programs end at once; launches follow from T and the scratch alone. Bytes: E * V weights per launch, 4 V per row and pass from L2.
+programs end at once; launches follow from T and the scratch alone. Bytes: E * V weights per launch, 4 V per row and
+pass from L2.
 """
 
 from __future__ import annotations
