@@ -248,7 +248,7 @@ def launch_product(
         TILES=cut.tiles,
         BLOCK_N=cut.block_n,
         BLOCK_K=cut.block_k,
-        EVEN_K=k % cut.block_k == 0 and k == cut.parts * cut.part,
+        EVEN_K=cut.part % cut.block_k == 0 and k == cut.parts * cut.part,
         GATHER=rows is not None,
         COUNTED=count is not None,
         HAS_BIAS=bias is not None,
