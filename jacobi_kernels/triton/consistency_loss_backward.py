@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jacobi_kernels._ops import _dtype, _shape
-from jacobi_kernels.triton.consistency_loss import (
+from jacobi_kernels.triton.head_tiles import (
     Problem,
     RowOrder,
     checked,
