@@ -29,6 +29,11 @@ def small_weights(dtype: torch.dtype, device: str) -> StepWeights:
     return pack_step_weights(tensors, SMALL.step_config(), dtype).to(device)
 
 
+def cooperative_is_built() -> bool:
+    """Whether _C_cuda is there."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("jacobi::_cooperative_step", "CUDA"))
+
+
 @dataclass(frozen=True)
 class Drafting:
     """How many guesses a step verifies."""
@@ -65,7 +70,10 @@ class Decoder:
             shape = (weights.num_layers, s.batch * pages, d.page_size, *self.k_cache.shape[3:])
             self.k_cache, self.v_cache = (cache.new_zeros(shape) for cache in (self.k_cache, self.v_cache))
         sizes = (s.tokens.numel(), s.batch, s.segments.shape[0])
-        self.workspace = aligned_bytes(ops.step_workspace_size(weights.descriptor, *sizes, device=device), device)
+        size = ops.step_workspace_size(weights.descriptor, *sizes, device=device)
+        if cooperative_is_built():
+            size = max(size, torch.ops.jacobi._cooperative_workspace_size(weights.descriptor, *sizes))
+        self.workspace = aligned_bytes(size, device)
         self.saved: dict[str, Tensor] = {}
 
     def mutable(self) -> dict[str, Tensor]:
