@@ -67,14 +67,39 @@ inline JACOBI_HD int32_t match_length(const int32_t* tokens, int32_t begin, int3
   return k;
 }
 
+// Sixteen tokens are compared between two branches, so that one thread of a GPU does not wait for each.
+constexpr int32_t kScan = 16;
+
+// The last place of `token` in tokens[begin .. end], end included; begin - 1 or less when there is none.
+inline JACOBI_HD int32_t last_place(const int32_t* tokens, int32_t begin, int32_t end, int32_t token) {
+  for (; end - begin >= kScan; end -= kScan) {
+    bool found = false;
+    for (int32_t i = 0; i < kScan; ++i) found |= tokens[end - i] == token;
+    if (found) break;
+  }
+  while (end >= begin && tokens[end] != token) --end;
+  return end;
+}
+
+// The first place of `token` in tokens[begin .. end), or end or more.
+inline JACOBI_HD int32_t first_place(const int32_t* tokens, int32_t begin, int32_t end, int32_t token) {
+  for (; end - begin >= kScan; begin += kScan) {
+    bool found = false;
+    for (int32_t i = 0; i < kScan; ++i) found |= tokens[begin + i] == token;
+    if (found) break;
+  }
+  while (begin < end && tokens[begin] != token) ++begin;
+  return begin;
+}
+
 // Calls visit(match) for every match in recency order until it returns true. Matches in the text end at or before
 // text_end.
 template <class Visit>
 inline JACOBI_HD void for_each_match(const History& history, const Suffix& suffix, int32_t text_end, Visit&& visit) {
   const int32_t last = suffix.token[0];
-  for (int32_t end = text_end; end >= history.text_begin; --end)
-    if (history.text[end] == last && visit(Match{-1, end, match_length(history.text, history.text_begin, end, suffix)}))
-      return;
+  for (int32_t end = text_end; (end = last_place(history.text, history.text_begin, end, last)) >= history.text_begin;
+       --end)
+    if (visit(Match{-1, end, match_length(history.text, history.text_begin, end, suffix)})) return;
   for (int32_t age = 1; age <= history.pool_rows; ++age) {
     const int32_t row = (history.pool_next - age + history.pool_rows) % history.pool_rows;
     const int32_t* entry = history.pool + static_cast<int64_t>(row) * (1 + history.pool_width);
@@ -97,8 +122,10 @@ inline JACOBI_HD Match best_match(const History& history, const Suffix& suffix, 
 inline JACOBI_HD Match prompt_lookup(const History& history, const Suffix& suffix) {
   const int32_t longest = suffix.length < kLookupTokens ? suffix.length : kLookupTokens;
   Match first = {-1, -1, 0};
-  for (int32_t end = history.text_begin; end < history.text_length - 1 && first.length < longest; ++end) {
-    if (history.text[end] != suffix.token[0]) continue;
+  const int32_t stop = history.text_length - 1;
+  for (int32_t end = history.text_begin; first.length < longest; ++end) {
+    end = first_place(history.text, end, stop, suffix.token[0]);
+    if (end >= stop) break;
     int32_t length = match_length(history.text, history.text_begin, end, suffix);
     if (length > longest) length = longest;
     if (length > first.length) first = {-1, end, length};

@@ -12,6 +12,8 @@
 
 namespace jacobi::cuda {
 
+constexpr int kLine = 32;  // int32 values of a cache line
+
 template <class Block>
 JACOBI_PHASE void accept_all(Block& block, const Program& p) {
   const StepArgs& a = p.args;
@@ -72,8 +74,12 @@ JACOBI_PHASE void finish_all(Block& block, const Program& p) {
       continue;
     }
     block.threads_without_barrier([&](int thread) {
-      if (thread != 0) return;
       RedraftArgs args = redraft_args(p, b);
+      const SequenceState& q = args.sequence;
+      const int64_t pool = static_cast<int64_t>(q.pool_rows) * (1 + q.pool_width);
+      for (int64_t i = thread * kLine; i < q.state[kTextLen]; i += kThreads * kLine) block.prefetch(q.text + i);
+      for (int64_t i = thread * kLine; i < pool; i += kThreads * kLine) block.prefetch(q.pool + i);
+      if (thread != 0) return;
       args.num_accepted = w.num_accepted[b];
       args.fixed_point = w.fixed_point[b] != 0;
       a.cache_seqlens[b] += args.num_accepted;

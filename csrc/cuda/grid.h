@@ -14,6 +14,7 @@
 //   block.copy16(...)      16 bytes of global memory on their way to shared memory, or zeros; copies of a thread are
 //   block.commit()         closed into groups, and
 //   block.wait<n>()        returns when all but the last n groups of every thread have arrived, for all threads
+//   block.prefetch(line)   a cache line that one thread will soon read
 //
 // Code between stages runs once per block on the host and in every thread on the device: it must be uniform.
 #pragma once

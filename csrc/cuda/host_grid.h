@@ -44,6 +44,7 @@ class HostBlock {
   void commit() const {}
   template <int N>
   void wait() const {}
+  void prefetch(const void*) const {}
   // The last of `parts` blocks to say so gets true, and sees what the others wrote before.
   bool last_to_arrive(uint32_t* counter, uint32_t parts) const {
     if (++*counter < parts) return false;
