@@ -18,11 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jacobi_kernels import _ops
 from jacobi_kernels.triton.runtime import INTERPRETED, CompileCase, check_runs_here, launch
 
 OP = "commit"
 ROWS = 8  # rows of a tile: 8 x 512 elements are 32 registers of a thread
 COLUMNS = 512
+LIMITS = ("rows", "capacity", "num_pages", "max_pages", "page_size")  # arguments that no code is specialised on
 
 
 @triton.jit
@@ -81,7 +83,7 @@ def _row_offset(page_table, b, position, inside, slab_stride, row_stride, max_pa
     return b.to(tl.int64) * slab_stride + position.to(tl.int64) * row_stride
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LIMITS)
 def move_kernel(  # type: ignore[no-untyped-def]
     k_cache,
     v_cache,
@@ -153,7 +155,7 @@ def move_kernel(  # type: ignore[no-untyped-def]
             tl.store(v_columns[None, :] + v_to[:, None], v, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LIMITS)
 def advance_kernel(  # type: ignore[no-untyped-def]
     cache_seqlens,
     accepted_rows,
@@ -200,27 +202,32 @@ def commit(
 ) -> None:
     """Move the accepted path's rows and advance the lengths, as :func:`jacobi_kernels.ops.commit`.
 
-    A sequence whose accepted rows, length or pages are out of range is left as it is. Raises RuntimeError for caches
-    whose last two dimensions are not dense, and for index tensors that are not contiguous.
+    A sequence whose accepted rows, length or pages are out of range is left as it is; that no two sequences write one
+    page is not checked. Raises RuntimeError for tensors of a wrong shape or type, caches whose last two dimensions are
+    not dense, and index tensors that are not contiguous.
     """
-    integers = {2: torch.int16, 4: torch.int32}[k_cache.element_size()]
+    batch = cache_seqlens.shape[0]
+    _ops._layer_caches(OP, k_cache, v_cache, batch, page_table)
+    integers = torch.int16 if k_cache.element_size() == 2 else torch.int32
     k, v = k_cache.view(integers), v_cache.view(integers)
     check_runs_here(OP, k, v)
     heads, width = k.shape[3:]
     for name, cache in (("k_cache", k), ("v_cache", v)):
         if (width > 1 and cache.stride(4) != 1) or (heads > 1 and cache.stride(3) != width):
             raise RuntimeError(f"{OP}: {name} must be dense in its last two dimensions, got strides {cache.stride()}")
-    for name, index in (
-        ("cache_seqlens", cache_seqlens),
-        ("accepted_rows", accepted_rows),
-        ("num_accepted", num_accepted),
-        ("cu_seqlens_q", cu_seqlens_q),
-        ("page_table", page_table),
+    for name, index, words, shape in (
+        ("cache_seqlens", cache_seqlens, "[B]", (batch,)),
+        ("accepted_rows", accepted_rows, "[T]", ("*",)),
+        ("num_accepted", num_accepted, "[B]", (batch,)),
+        ("cu_seqlens_q", cu_seqlens_q, "[B+1]", (batch + 1,)),
+        ("page_table", page_table, "[B, max_pages]", (batch, "*")),
     ):
-        if index is not None and not index.is_contiguous():
-            raise RuntimeError(f"{OP}: {name} must be contiguous, got strides {index.stride()}")
+        if index is not None:
+            _ops._int32(OP, name, index, words, shape)
+            if not index.is_contiguous():
+                raise RuntimeError(f"{OP}: {name} must be contiguous, got strides {index.stride()}")
     layers, slabs, rows = k.shape[:3]
-    batch, row_size = cache_seqlens.shape[0], heads * width
+    row_size = heads * width
     max_pages = 0 if page_table is None else page_table.shape[1]
     shared = (
         cache_seqlens,
@@ -257,7 +264,7 @@ def compile_cases() -> list[CompileCase]:
     """Rows of SmolLM2-135M (3 heads of 64) and Qwen2.5 (2 and 4 heads of 128), 16 and 32 bits, both cache kinds."""
     cases = []
     indices = dict.fromkeys(("cache_seqlens", "accepted_rows", "num_accepted", "cu_seqlens_q", "page_table"), "*i32")
-    limits = dict.fromkeys(("rows", "capacity", "num_pages", "max_pages", "page_size"), "i32")
+    limits = dict.fromkeys(LIMITS, "i32")
     strides = dict.fromkeys([f"{c}_{s}_stride" for c in "kv" for s in ("layer", "slab", "row")], "i64")
     for paged in (False, True):
         kind = "paged" if paged else "contiguous"

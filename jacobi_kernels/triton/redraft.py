@@ -1,10 +1,9 @@
 """``redraft``: what one forward pass made final is emitted, then the next query layout is written.
 
-The rules are those of csrc/common/redraft.h, stage by stage: emission, pool and blocks here, chain and candidates in
-:mod:`jacobi_kernels.triton.draft`, searches in :mod:`jacobi_kernels.triton.pool`, checks in
-:mod:`jacobi_kernels.triton.redraft_check`. One program per sequence. Scalars (lengths, counters, the state's columns)
-live in registers and are the same in all threads; lanes take tokens: comparisons are counts or minima of mismatches,
-copies are masked stores. Loops over tiles of lanes end at the sequence's own lengths.
+The rules are those of csrc/common/redraft.h in modules beside this one: checks (redraft_check), emission and
+pool (accepted), chain and candidates (draft), searches (pool). One program per sequence. Scalars (lengths, counters,
+the state's columns) live in registers and are the same in all threads; lanes take tokens: comparisons are counts or
+minima of mismatches, copies are masked stores. Loops over tiles of lanes end at the sequence's own lengths.
 
 A token that one thread stores may be loaded by another, so a barrier stands behind every stage that writes what a later
 one reads, and in front of every one that overwrites what an earlier one reads: text after emission, pool rows, the new
@@ -25,8 +24,9 @@ import triton.language as tl
 from torch import Tensor
 
 from jacobi_kernels.state import MAX_DRAFT_OPTION, MAX_TOKEN, STATE_COLUMNS, StateColumn
+from jacobi_kernels.triton.accepted import LENGTH, emit, feed_pool, unchanged_tokens
 from jacobi_kernels.triton.draft import Slots, draft_candidates, draft_chain
-from jacobi_kernels.triton.pool import KEPT, MATCH_TOKENS, History, store_entry
+from jacobi_kernels.triton.pool import KEPT, MATCH_TOKENS, History
 from jacobi_kernels.triton.redraft_check import (
     ACTIVE,
     BLOCK_FILL,
@@ -50,85 +50,6 @@ WINNER = tl.constexpr(int(StateColumn.WINNER))
 EMITTED = tl.constexpr(int(StateColumn.EMITTED))
 FIXED_POINT = tl.constexpr(int(StateColumn.FIXED_POINT))
 ERROR = tl.constexpr(int(StateColumn.ERROR))
-STOP_TOKEN, LENGTH = tl.constexpr(1), tl.constexpr(2)  # reasons in DONE
-
-
-@triton.jit
-def _emit(  # type: ignore[no-untyped-def]
-    predictions, rows, tokens, text, text_len, max_len, accepted, num_final, stops, num_stops, LANES: tl.constexpr
-):
-    """Appends the new final tokens to the text, up to and with the first stop token; returns (emitted, done)."""
-    lanes = tl.arange(0, LANES)
-    count = tl.minimum(accepted - num_final + 1, max_len - text_len)
-    stop = count + 0  # place of the first stop token
-    for i in range(0, count, LANES):
-        at = i + lanes
-        path = num_final + at  # its token on the path, or the prediction behind the path
-        row = tl.load(rows + tl.minimum(path, accepted - 1), mask=at < count, other=0)
-        token = tl.load(tokens + row, mask=(at < count) & (path < accepted), other=-1)
-        last = tl.load(predictions + row, mask=(at < count) & (path == accepted), other=-1)
-        token = tl.where(path == accepted, last, token)
-        stops_here = at < 0
-        for j in range(num_stops):
-            wanted = tl.load(stops + j)
-            stops_here = stops_here | ((wanted >= 0) & (token == wanted))
-        stop = tl.minimum(stop, tl.min(tl.where(stops_here & (at < count), at, count), 0))
-        tl.store(text + text_len + at, token, mask=(at < count) & (at <= stop))
-    emitted = tl.minimum(count, stop + 1)
-    done = tl.where(stop < count, STOP_TOKEN, tl.where(text_len + emitted == max_len, LENGTH, 0))
-    return emitted, done
-
-
-@triton.jit
-def _accepted_run(tokens, predictions, start, length, before, num_final, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Leading tokens of the rows start .. that equal the prediction before them; num_final are final anyway."""
-    run = length + 0
-    for i in range(0, length, LANES):
-        at = i + tl.arange(0, LANES)
-        compared = (at >= num_final) & (at < length)
-        token = tl.load(tokens + start + at, mask=compared, other=0)
-        expected = tl.load(predictions + tl.where(at > 0, start + at - 1, before), mask=compared, other=0)
-        run = tl.minimum(run, tl.min(tl.where(compared & (token != expected), at, length), 0))
-    return run
-
-
-@triton.jit
-def _feed_pool(h, slots, predictions, winner, old_length, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Stores what the chain and the losing candidates predicted behind their accepted part; returns POOL_NEXT."""
-    next_row = h.next_row
-    chain_start = tl.load(slots.segments)
-    for s in range(slots.candidates + 1):
-        start, length = tl.load(slots.segments + 4 * s), tl.load(slots.segments + 4 * s + 1)
-        if (length > 0) & ((s == 0) | (s != winner)):
-            final = tl.where(s == 0, 1, 0)
-            accepted = _accepted_run(slots.tokens, predictions, start, length, chain_start, final, LANES)
-            # The token behind the accepted part is final: it ends the context, which never passes the text's end.
-            context_end = tl.minimum(old_length + 1 - final + accepted + 1, h.text_length)
-            context_length = tl.minimum(MATCH_TOKENS, context_end)
-            next_row = store_entry(
-                h.pool,
-                h.rows,
-                h.width,
-                next_row,
-                h.text + (context_end - context_length),
-                context_length,
-                predictions + (start + accepted),
-                length - accepted,
-            )
-    return next_row
-
-
-@triton.jit
-def _unchanged(tokens, predictions, start, length, block_size, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many of the last block_size tokens of the chain are what was predicted for them."""
-    count = 0
-    for i in range(length - block_size, length, LANES):
-        at = i + tl.arange(0, LANES)
-        there = at < length
-        token = tl.load(tokens + start + at, mask=there, other=0)
-        expected = tl.load(predictions + start + at - 1, mask=there & (at > 0), other=0)
-        count += tl.sum((there & ((at == 0) | (token == expected))).to(tl.int32), 0)
-    return count
 
 
 @triton.jit
@@ -200,19 +121,19 @@ def _redraft_sequence(  # type: ignore[no-untyped-def]
         winner_end = tl.load(segments + 4 * winner) + tl.load(segments + 4 * winner + 1)
         decode = text_len > prompt_len
         if cached >= text_len:
-            emitted, done = _emit(
+            emitted, done = emit(
                 predictions, rows, tokens, text, text_len, max_len, accepted, num_final, stops, num_stops, LANES
             )
             text_len += emitted
             tl.debug_barrier()  # the text is read from here on
         if decode & (done == 0):
             before = History(text, text_begin, text_len, pool, pool_rows, pool_width, pool_next)
-            pool_next = _feed_pool(before, slots, predictions, winner, cached - accepted, LANES)
+            pool_next = feed_pool(before, slots, predictions, winner, cached - accepted, LANES)
             fill += accepted
             active = tl.maximum(1, active - fill // block_size)
             fill = fill % block_size
             if (main_length >= block_size) & (active < blocks):
-                unchanged = _unchanged(tokens, predictions, main_start, main_length, block_size, LANES)
+                unchanged = unchanged_tokens(tokens, predictions, main_start, main_length, block_size, LANES)
                 active += (unchanged >= spawn_unchanged).to(tl.int32)
 
     tl.debug_barrier()  # tokens, segments and state have been read by all threads
@@ -256,17 +177,10 @@ def _redraft_sequence(  # type: ignore[no-untyped-def]
         draft_candidates(history, slots, limit, ranked, LANES)
 
 
-POINTERS = (
-    *("predictions", "accepted_rows", "num_accepted", "fixed_point", "tokens", "segments", "cu_seqlens_q"),
-    *("cu_segments", "cache_seqlens", "text", "pool", "state", "stop_tokens", "ranked"),
-)
-SIZES = (
-    *("batch", "total_rows", "num_segments", "least_rows", "text_capacity", "pool_rows", "pool_width", "num_stops"),
-    *("block_size", "blocks", "candidates", "spawn_unchanged"),
-)
+POINTERS, SIZES = 14, 12  # leading arguments of the kernel
 
 
-@triton.jit(do_not_specialize=[*POINTERS, *SIZES])  # one compilation serves every call
+@triton.jit(do_not_specialize=list(range(POINTERS + SIZES)))  # one compilation serves every call
 def redraft_kernel(  # type: ignore[no-untyped-def]
     predictions,
     accepted_rows,
@@ -465,6 +379,7 @@ def redraft(
 def compile_cases() -> list[CompileCase]:
     """One kernel for everything."""
     constants = {"STATE_COLUMNS": STATE_COLUMNS, "LANES": LANES}
-    signature = dict.fromkeys(POINTERS, "*i32") | {"fixed_point": "*u8"} | dict.fromkeys(SIZES, "i32")
-    signature |= dict.fromkeys(constants, "constexpr")
+    names = redraft_kernel.arg_names
+    signature = dict.fromkeys(names[:POINTERS], "*i32") | {"fixed_point": "*u8"}
+    signature |= dict.fromkeys(names[POINTERS : POINTERS + SIZES], "i32") | dict.fromkeys(constants, "constexpr")
     return [CompileCase(OP, redraft_kernel, signature, constants, NUM_WARPS)]

@@ -99,7 +99,7 @@ def short_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 # Decoding -------------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=6)
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=14), min_size=1, max_size=2),
     st.integers(1, 6),
@@ -245,7 +245,7 @@ def test_the_batch_is_worth_damaging(batch: tuple[DecodeState, list[Tensor]], de
     assert check_refusal(clone_of(state), results, device) == []
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.integers(0, 2**32))
 def test_refuses_what_the_cpu_op_refuses(seed: int) -> None:
     """One or two values anywhere are changed."""
