@@ -4,10 +4,9 @@
 
 Launches: ``select`` (one program) lists the rows that need a prediction and their noise keys; ``head`` multiplies a
 tile of the vocabulary with up to 64 listed rows (packed_linear.py: same tiles, same order of sums, k whole) and keeps
-one (value, lowest id) per row and tile; ``choose`` reduces a row's tiles; ``accept`` (a program per sequence) walks
-every segment's path and keeps the longest accepted prefix. NaN counts as largest; a tie goes to the lowest id. Both
-reductions are exact, so their order does not matter. Rows with top-k or top-p are sampled from logits in the caller's
-scratch (filtered.py).
+one (value, lowest id) per row and tile; ``choose`` reduces a row's tiles; accept.py then compares tokens with
+predictions. NaN counts as largest; a tie goes to the lowest id. Both reductions are exact, so their order does not
+matter. Rows with top-k or top-p are sampled from logits in the caller's scratch (filtered.py).
 
 Bytes: the head's weights once per 64 rows (from L2 beyond the first), 8 bytes per row and tile. Operations: 2 rows V E,
 and about 80 per noise value: tiles without a sampling row draw none.
@@ -22,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jacobi_kernels.triton.accept import accept
 from jacobi_kernels.triton.filtered import sample_filtered
 from jacobi_kernels.triton.noise import gumbel, noise_key
 from jacobi_kernels.triton.packed_linear import NUM_STAGES, NUM_WARPS, Tiling, accumulate, tiling
@@ -219,67 +219,6 @@ def choose_kernel(  # type: ignore[no-untyped-def]
         tl.store(predictions + row, tl.where(lowest == NO_ID, 0, lowest), mask=i < live)
 
 
-@triton.jit
-def accept_kernel(  # type: ignore[no-untyped-def]
-    path,
-    width,
-    row_segment,
-    segments,
-    cu_segments,
-    cu_seqlens_q,
-    tokens,
-    predictions,
-    num_final,
-    num_final_stride,
-    accepted_rows,
-    num_accepted,
-    fixed_point,
-    rows,
-    num_segments,
-    HAS_FINAL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """csrc/common/accept.h for one sequence: a path's token counts if it is given or predicted by the one before."""
-    b = tl.program_id(0)
-    final = 1
-    if HAS_FINAL:
-        final = tl.maximum(tl.load(num_final + b * num_final_stride), 1)
-    first = tl.maximum(tl.load(cu_segments + b), 0)
-    end = tl.minimum(tl.load(cu_segments + b + 1), num_segments)
-    best, winner, fixed = 0, first, 0
-    for s in range(first, end):
-        line = path + tl.cast(s, tl.int64) * width
-        count, going = 0, 1
-        for begin in range(0, width, BLOCK):
-            if going != 0:
-                j = begin + tl.arange(0, BLOCK)
-                row = tl.load(line + j, mask=j < width, other=-1)
-                on_path = row >= 0
-                before = tl.load(line + j - 1, mask=on_path & (j > 0), other=-1)
-                token = tl.load(tokens + row, mask=on_path, other=-1)
-                predicted = tl.load(predictions + before, mask=before >= 0, other=-2)
-                segment = tl.load(row_segment + row, mask=on_path, other=0)
-                start = tl.load(segments + 4 * segment, mask=on_path, other=0)
-                given = (j < final) & (row - start == j)  # a root's row stands at its own index
-                good = on_path & (given | (token == predicted))
-                stop = tl.min(tl.where(good, begin + BLOCK, j), 0)
-                count = stop
-                going = (stop == begin + BLOCK).to(tl.int32)
-        if s == first:
-            length = tl.load(segments + 4 * s + 1)
-            fixed = ((length > 0) & (count == length)).to(tl.int32)
-        if count > best:
-            best, winner = count, s
-    begin_row = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + b), 0), rows)
-    end_row = tl.minimum(tl.load(cu_seqlens_q + b + 1), rows)
-    for begin in range(0, end_row - begin_row, BLOCK):
-        j = begin + tl.arange(0, BLOCK)
-        row = tl.load(path + tl.cast(winner, tl.int64) * width + j, mask=j < best, other=-1)
-        tl.store(accepted_rows + begin_row + j, row, mask=j < end_row - begin_row)
-    tl.store(num_accepted + b, best)
-    tl.store(fixed_point + b, tl.cast(fixed, tl.uint8))
-
-
 @dataclass(frozen=True)
 class Head:
     """What a prediction needs of the model: packed weight, bias, sizes, transform of the logits."""
@@ -360,9 +299,8 @@ def verify(
     verdict: Verdict,
 ) -> None:
     """Fill ``verdict``; ``num_final`` may be a strided column, ``hidden [T, E]`` stands in the layout's slots."""
-    cu_seqlens_q, segments, cu_segments = layout
-    rows, k = hidden.shape
-    batch, n, cut = cu_seqlens_q.shape[0] - 1, head.vocab, head.cut
+    segments, (rows, k) = layout[1], hidden.shape
+    n, cut = head.vocab, head.cut
     heat = sampling.temperature
     stride = 0 if num_final is None else num_final.stride(0)
     launch(
@@ -441,29 +379,7 @@ def verify(
     )
     if heat is not None and sampling.filters and sampling.logits_scratch is not None:
         sample_filtered(op, hidden, head, plan.row_sequence, sampling, verdict)
-    width = plan.path.shape[1]
-    launch(
-        op,
-        accept_kernel,
-        (batch,),
-        plan.path,
-        width,
-        plan.row_segment,
-        segments,
-        cu_segments,
-        cu_seqlens_q,
-        tokens,
-        verdict.predictions,
-        num_final,
-        stride,
-        verdict.accepted_rows,
-        verdict.num_accepted,
-        verdict.fixed_point.view(torch.uint8),
-        rows,
-        segments.shape[0],
-        HAS_FINAL=num_final is not None,
-        BLOCK=min(1024, max(16, triton.next_power_of_2(width))),
-    )
+    accept(op, plan, tokens, num_final, layout, verdict)
 
 
 def argmax_verify(
@@ -528,11 +444,6 @@ def compile_cases() -> list[CompileCase]:
                 cases.append(_case(name, head_kernel, signature, constants, short == "bf16"))
     signature = {"best_value": "*fp32"} | dict.fromkeys(("best_id", "plain", "counts", "predictions"), "*i32")
     cases.append(_case("choose", choose_kernel, signature | {"tiles": "i32"}, {"ROWS": 1, "BLOCK": 2048}))
-    names = ("row_segment", "segments", "cu_segments", "cu_seqlens_q", "tokens", "predictions", "num_final")
-    signature = {"path": "*i32", "width": "i32"} | dict.fromkeys(names, "*i32") | {"num_final_stride": "i32"}
-    signature |= {"accepted_rows": "*i32", "num_accepted": "*i32", "fixed_point": "*u8", "rows": "i32"}
-    signature |= {"num_segments": "i32"}
-    cases.append(_case("accept", accept_kernel, signature, {"HAS_FINAL": True, "BLOCK": 1024}))
     return cases
 
 
