@@ -84,7 +84,7 @@ def _usage(case: Any, target: int) -> Usage:
     compiled = triton.compile(
         source,
         target=GPUTarget("cuda", target, 32),
-        options={"num_warps": case.num_warps, "num_stages": case.num_stages},
+        options={"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options},
     )
     assert compiled.asm["cubin"]  # ptxas has run
     registers, spills = _registers_and_spills(compiled.asm["ptx"], target)

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from jacobi_kernels._ops import lib
 
@@ -46,7 +47,11 @@ def _on_first_call(op: str) -> Callable[..., Any]:
                     raise
                 raise RuntimeError(f"{op}: kernels for GPUs need Triton: pip install 'jacobi-kernels[gpu]'") from None
             found.append(getattr(module, op))
-        return found[0](*args, **kwargs)
+        home = next((a for a in args if isinstance(a, Tensor) and a.is_cuda), None)
+        if home is None or home.device.index == torch.cuda.current_device():
+            return found[0](*args, **kwargs)
+        with torch.cuda.device(home.device):  # Triton launches on the current device
+            return found[0](*args, **kwargs)
 
     return kernel
 

@@ -69,6 +69,8 @@ def compile_cases() -> list[CompileCase]:
             signature = {"x": f"*{short}", "y": f"*{short}", "size": "i32"} | dict.fromkeys(constants, "constexpr")
             aligned = {"x": 16, "y": 16, "size": 16}
             cases.append(
-                CompileCase(f"{OP}: {name} {short}", activation_kernel, signature, constants, attributes=aligned)
+                CompileCase(
+                    f"{OP}: {name} {short}", activation_kernel, signature, constants, attributes=aligned, options=EXACT
+                )
             )
     return cases

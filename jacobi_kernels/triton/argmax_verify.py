@@ -454,6 +454,7 @@ def _case(
     aligned = {a: 16 for a, t in signature.items() if t[0] == "*" or a in ("n", "k")}
     stages = NUM_STAGES if uses_mma else 3
     may_spill = "fp32 sampling" in name  # float32 is for checks, not for speed
+    options = EXACT if kernel is head_kernel else {}
     return CompileCase(
-        f"{OP}: {name}", kernel, signature, constants, NUM_WARPS, stages, uses_mma, may_spill, attributes=aligned
+        f"{OP}: {name}", kernel, signature, constants, NUM_WARPS, stages, uses_mma, may_spill, aligned, options
     )

@@ -232,5 +232,7 @@ def compile_cases() -> list[CompileCase]:
         types = signature | dict.fromkeys(constants, "constexpr")
         aligned = {a: 16 for a, t in types.items() if t[0] == "*" or a == "n"}
         name = f"filtered: top-k and top-p{' capped' * capped}"
-        cases.append(CompileCase(name, filter_kernel, types, constants, WARPS, may_spill=True, attributes=aligned))
+        cases.append(
+            CompileCase(name, filter_kernel, types, constants, WARPS, may_spill=True, attributes=aligned, options=EXACT)
+        )
     return cases

@@ -145,7 +145,7 @@ def _product(buffers: StepBuffers, x: Tensor, matrix: Matrix, rows: Tensor | Non
     """Parts of ``x @ W.T`` for the live rows; ``rows``: where they stand in x."""
     parts = buffers.parts(matrix)
     flat = x.view(x.shape[0], -1)
-    launch_product(OP, flat, matrix.weight, parts, matrix.n, matrix.cut, rows=rows, count=buffers.count)
+    launch_product("packed_linear", flat, matrix.weight, parts, matrix.n, matrix.cut, rows=rows, count=buffers.count)
     return parts
 
 
@@ -310,7 +310,9 @@ def multi_block_step(
     )
     _hidden_states(model, buffers, plan, tokens, k_cache, v_cache, cache_seqlens, layout, page_table)
     num_final = state[:, StateColumn.NUM_FINAL]
-    verify(OP, buffers.normed, model.head, plan, tokens, num_final, cache_seqlens, layout, sampling, verdict)
+    verify(
+        "argmax_verify", buffers.normed, model.head, plan, tokens, num_final, cache_seqlens, layout, sampling, verdict
+    )
     results = (verdict.predictions, verdict.accepted_rows, verdict.num_accepted, verdict.fixed_point)
     commit(k_cache, v_cache, cache_seqlens, *results[1:3], cu_seqlens_q, page_table=page_table)
     redraft(

@@ -353,4 +353,4 @@ def _case(
 ) -> CompileCase:
     signature = dict.fromkeys(integers.split(), "*i32") | types | dict.fromkeys(constants, "constexpr")
     aligned = {a: 16 for a, t in signature.items() if t[0] == "*" or a in ("n", "ffn")}
-    return CompileCase(f"rows: {name}", kernel, signature, constants, num_warps, attributes=aligned)
+    return CompileCase(f"rows: {name}", kernel, signature, constants, num_warps, attributes=aligned, options=EXACT)

@@ -77,6 +77,7 @@ class CompileCase:
     uses_mma: bool = False
     may_spill: bool = False
     attributes: Mapping[str, int] = field(default_factory=dict)  # argument -> divisor that its value is known to have
+    options: Mapping[str, Any] = field(default_factory=dict)  # further options of its launches
 
 
 def launch(op: str, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
