@@ -252,8 +252,8 @@ template <class T, class Block>
 JACOBI_GRID void merge_spans(Block& block, const Program& p, const AttentionUnit& u, const AttentionShared<T>& m,
                              int32_t wave, int32_t spans) {
   const Workspace& w = p.work;
-  float *const old_weight = m.scores, *const new_weight = m.scores + kWave * kTileRows;  // [spans][rows]
-  const bool last = wave == (w.spans[u.sequence] - 1) / kWave;
+  float *const old_weight = m.scores, *const new_weight = m.scores + kMostWave * kTileRows;  // [spans][rows]
+  const bool last = wave == (w.spans[u.sequence] - 1) / p.wave;
   block.threads([&](int r) {
     if (r >= u.rows) return;
     const int32_t at = u.place(p, r);
@@ -300,12 +300,12 @@ JACOBI_PHASE void attention(Block& block, const Program& p, int32_t layer, int32
   const Workspace& w = p.work;
   const AttentionShared<T> m(block.shared, p.dim_pitch);
   const int64_t window = p.layer[layer].window, layer_offset = layer * p.args.layer_stride;
-  const int32_t left = w.header[kSpans] - wave * kWave, spans = left < kWave ? left : kWave;
+  const int32_t left = w.header[kSpans] - wave * p.wave, spans = left < p.wave ? left : p.wave;
   const int32_t items = w.header[kUnits] * spans;
   for (int32_t item = block.index; item < items; item += block.count) {
     const AttentionUnit u(p, item / spans);
-    const int32_t mine = w.spans[u.sequence] - wave * kWave, parts = mine < kWave ? mine : kWave;
-    const int32_t part = item % spans, span = wave * kWave + part;
+    const int32_t mine = w.spans[u.sequence] - wave * p.wave, parts = mine < p.wave ? mine : p.wave;
+    const int32_t part = item % spans, span = wave * p.wave + part;
     if (part >= parts) continue;
     block.threads([&](int thread) {
       for (int i = thread; i < kTileRows * p.dim_pitch; i += kThreads) {

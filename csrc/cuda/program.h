@@ -12,7 +12,7 @@ constexpr int kMostLayers = 128;
 constexpr int kMostBatch = 64;
 constexpr int kTile = 64;        // slots of an attention tile
 constexpr int kSpan = 256;       // slots that reduce by themselves before they are merged
-constexpr int kWave = 16;        // spans that are evaluated between two barriers
+constexpr int kMostWave = 16;    // spans that are evaluated between two barriers, at most
 constexpr int kTileRows = 64;    // (query, head) rows of one attention unit
 constexpr int kPassRows = 64;    // rows that a product takes at once
 constexpr int kUnitPanels = 8;   // weight panels of 16 columns that a product takes at once
@@ -45,7 +45,7 @@ struct Workspace {
   void* product;                                          // [T, ffn_pitch] silu(gate) * up
   void* q;                                                // [T, heads, dim_pitch] rotated and scaled queries
   float* partial;                                         // [splits, T, columns] of the last product
-  float *span_out, *span_sum, *span_best;                 // [kWave, T * heads (, dim_pitch)] of the spans of a wave
+  float *span_out, *span_sum, *span_best;                 // [wave, T * heads (, dim_pitch)] of the spans of a wave
   float *total, *total_sum, *total_best;                  // [T * heads (, dim_pitch)] of the spans merged so far
 };
 
@@ -56,6 +56,7 @@ struct Program {
   int32_t dim_pitch;                            // head_dim rounded up to 16
   int32_t hidden_pitch, q_pitch, ffn_pitch;     // operand rows, multiples of a product's step, zero padded
   int32_t qkv_splits, out_splits, down_splits;  // of k, see product.h
+  int32_t wave;                                 // spans between two barriers
   int32_t span_rows;                            // T * heads
   bool chunked_cache;                           // cache rows of a head are whole, aligned 16-byte chunks
   float norm_eps, softmax_scale, rope_scale, logit_scale, logit_softcap;

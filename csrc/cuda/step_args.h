@@ -8,7 +8,7 @@
 
 namespace jacobi::cuda {
 
-constexpr int32_t kMostRows = 1024;
+constexpr int32_t kMostRows = 4096;
 constexpr int32_t kMostHidden = 16384;
 
 // Hands out the workspace in pieces of 256 bytes; from null it only counts.
@@ -66,9 +66,9 @@ inline int64_t carve(Program& p, bool wide) {
   for (const int32_t splits : {p.out_splits, p.down_splits})
     if (static_cast<int64_t>(splits) * p.hidden > columns) columns = static_cast<int64_t>(splits) * p.hidden;
   c.take(w.partial, rows * columns);
-  c.take(w.span_out, kWave * p.span_rows * static_cast<int64_t>(p.dim_pitch));
-  c.take(w.span_sum, kWave * static_cast<int64_t>(p.span_rows));
-  c.take(w.span_best, kWave * static_cast<int64_t>(p.span_rows));
+  c.take(w.span_out, p.wave * p.span_rows * static_cast<int64_t>(p.dim_pitch));
+  c.take(w.span_sum, p.wave * static_cast<int64_t>(p.span_rows));
+  c.take(w.span_best, p.wave * static_cast<int64_t>(p.span_rows));
   c.take(w.total, p.span_rows * static_cast<int64_t>(p.dim_pitch));
   c.take(w.total_sum, p.span_rows);
   c.take(w.total_best, p.span_rows);
@@ -101,6 +101,7 @@ inline int64_t fill_program(const StepArgs& args, const StepModel& m, Program& p
   p.out_splits = splits_of(p.hidden, p.q_size, m.wide());
   p.down_splits = splits_of(p.hidden, p.ffn, m.wide());
   p.span_rows = args.rows * p.heads;
+  p.wave = args.rows <= 256 ? kMostWave : args.rows >= 2048 ? 2 : 4096 / args.rows;
   const int64_t chunk = m.wide() ? 4 : 8;
   const auto aligned = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; };
   p.chunked_cache = p.head_dim % chunk == 0 && args.layer_stride % chunk == 0 && args.slab_stride % chunk == 0 &&
@@ -123,7 +124,7 @@ inline const char* read_args(const StepArgs& args, StepModel& model) {
   if (args.temperature != nullptr && args.seeds == nullptr) return "seeds must be given with temperature";
   if ((args.cache_type == DType::f32) != model.wide()) return "the cooperative step takes caches of the weights' type";
   if (args.rows > kMostRows || args.batch > kMostBatch)
-    return "the cooperative step takes at most 1024 query rows of 64 sequences";
+    return "the cooperative step takes at most 4096 query rows of 64 sequences";
   if (reinterpret_cast<uintptr_t>(args.weights) % 16 != 0) return "weights must start at a multiple of 16 bytes";
   if (reinterpret_cast<uintptr_t>(args.workspace) % 256 != 0) return "workspace must start at a multiple of 256 bytes";
   return nullptr;

@@ -3,10 +3,10 @@
 //   plan | embedding | per layer: norm | qkv | heads, append | attention (spans, merge) | attention out | residual,
 //   norm | gate, up, silu | down | then norm | head, best token | accept | commit, redraft
 //
-// Eight barriers per layer (one more per 4096 committed tokens behind the first) and six per step. The residual of a
-// product is added by the norm that follows; spans are merged by the block that finishes the last one; silu(gate) * up
-// leaves the product's registers. Products, attention and row phases tell their tilings and reduction orders
-// themselves.
+// Eight barriers per layer (one more per 4096 committed tokens behind the first, for up to 256 rows) and six per step.
+// The residual of a product is added by the norm that follows; spans are merged by the block that finishes the last
+// one; silu(gate) * up leaves the product's registers. Products, attention and row phases tell their tilings and
+// reduction orders themselves.
 #pragma once
 
 #include "cuda/attention.h"
@@ -59,7 +59,7 @@ JACOBI_GRID void run_step(Grid& grid, const Program& p) {
       partial_product<T>(block, p, w.operand, p.hidden_pitch, layer.qkv, p.hidden, p.qkv_size, p.qkv_splits);
     });
     grid.phase([&](auto& block) { prepare_heads<T>(block, p, i); });
-    for (int32_t wave = 0; wave * kWave < w.header[kSpans]; ++wave)
+    for (int32_t wave = 0; wave * p.wave < w.header[kSpans]; ++wave)
       grid.phase([&](auto& block) { attention<T>(block, p, i, wave); });
     grid.phase([&](auto& block) {
       partial_product<T>(block, p, w.operand, p.q_pitch, layer.attention_out, p.q_size, p.hidden, p.out_splits);
