@@ -53,7 +53,7 @@ def loaded_models() -> Iterator[None]:
     load, cache = arguments.load, {}
 
     def load_once(args: Any, **options: Any) -> Any:
-        key = (args.model, args.dtype)
+        key = (args.model, args.dtype, getattr(args, "device", "cpu"))
         if key not in cache:
             cache[key] = load(args, **options)
         return cache[key]
