@@ -52,3 +52,15 @@ def torch_threads() -> Any:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+# What stands in for a GPU, by folder: the terminal summary counts it.
+WITHOUT_GPU = {"tests/triton": "Triton's interpreter, or on a GPU", "tests/cuda": "the CUDA step's host interpreter"}
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """One line per interpreter: how many of its tests passed."""
+    for folder, name in WITHOUT_GPU.items():
+        reports = [r for r in terminalreporter.stats.get("passed", []) if r.nodeid.startswith(folder)]
+        if reports:
+            terminalreporter.write_line(f"{len(reports)} tests passed in {name} ({folder})")
