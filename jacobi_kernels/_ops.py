@@ -160,6 +160,7 @@ def _int32(op: str, arg: str, t: Tensor, names: str, want: tuple[Any, ...]) -> N
 def _layout(op: str, cu_seqlens_q: Tensor, segments: Tensor, cu_segments: Tensor) -> Any:
     """Check the three layout tensors and return B."""
     _int32(op, "cu_seqlens_q", cu_seqlens_q, "[B+1]", ("*",))
+    torch._check(cu_seqlens_q.shape[0] >= 1, lambda: f"{op}: cu_seqlens_q must have shape [B+1], got [0]")
     _int32(op, "segments", segments, "[S, 4]", ("*", 4))
     _int32(op, "cu_segments", cu_segments, "[B+1]", (cu_seqlens_q.shape[0],))
     return cu_seqlens_q.shape[0] - 1
@@ -173,8 +174,10 @@ def _qkv(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     _dtype(op, "k", k, q.dtype)
     _dtype(op, "v", v, q.dtype)
     torch._check(
-        q.shape[1] % k.shape[1] == 0,
-        lambda: f"{op}: q's num_heads must be a multiple of k's num_kv_heads, got {q.shape[1]} and {k.shape[1]}",
+        q.shape[1] > 0 and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0,
+        lambda: (
+            f"{op}: q's num_heads must be a positive multiple of k's num_kv_heads, got {q.shape[1]} and {k.shape[1]}"
+        ),
     )
 
 
@@ -187,11 +190,16 @@ def _linear(op: str, arg: str, weight: Tensor, bias: Tensor | None, inner: Any, 
         _shape(op, "bias", bias, f"[{name}]", (outer,))
 
 
-@_fake("packed_linear")
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+def check_packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: Any) -> None:
+    """Check shapes and dtypes of packed_linear."""
     _dtype("packed_linear", "x", x, *FLOATS)
     torch._check(x.dim() >= 1, lambda: "packed_linear: x must have shape [..., in_features], got []")
     _linear("packed_linear", "weight", weight, bias, x.shape[-1], out_features, "out_features")
+
+
+@_fake("packed_linear")
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    check_packed_linear(x, weight, bias, out_features)
     return x.new_empty((*x.shape[:-1], out_features))
 
 
@@ -297,6 +305,7 @@ def check_cached_attention(
     else:
         _shape(op, "k_cache", k_cache, "[num_pages, page_size, num_kv_heads, head_dim]", ("*", "*", heads, head_dim))
         _int32(op, "page_table", page_table, "[B, max_pages]", (batch, "*"))
+        torch._check(k_cache.shape[1] >= 1, lambda: f"{op}: page_size must be at least 1, got 0")
     _shape(op, "v_cache", v_cache, "k_cache's shape", tuple(k_cache.shape))
     _dtype(op, "k_cache", k_cache, q.dtype)
     _dtype(op, "v_cache", v_cache, q.dtype)
@@ -339,6 +348,33 @@ def _sampling(op: str, batch: Any, vocab: Any, args: tuple[Tensor | None, ...]) 
         _shape(op, "logits_scratch", logits_scratch, "[rows, vocab_size]", ("*", vocab))
 
 
+def check_argmax_verify(
+    hidden: Tensor,
+    lm_head: Tensor,
+    bias: Tensor | None,
+    vocab_size: Any,
+    tokens: Tensor,
+    num_final: Tensor | None,
+    cache_seqlens: Tensor,
+    cu_seqlens_q: Tensor,
+    segments: Tensor,
+    cu_segments: Tensor,
+    sampling: tuple[Tensor | None, ...],
+) -> tuple[Any, Any]:
+    """Check shapes and dtypes of argmax_verify and return (T, B); ``sampling``: its five tensors in order."""
+    op = "argmax_verify"
+    _dtype(op, "hidden", hidden, *FLOATS)
+    _shape(op, "hidden", hidden, "[T, hidden_size]", ("*", "*"))
+    _linear(op, "lm_head", lm_head, bias, hidden.shape[1], vocab_size, "vocab_size")
+    rows, batch = hidden.shape[0], _layout(op, cu_seqlens_q, segments, cu_segments)
+    _int32(op, "tokens", tokens, "[T]", (rows,))
+    if num_final is not None:
+        _int32(op, "num_final", num_final, "[B]", (batch,))
+    _int32(op, "cache_seqlens", cache_seqlens, "[B]", (batch,))
+    _sampling(op, batch, vocab_size, sampling)
+    return rows, batch
+
+
 @_fake("argmax_verify")
 def _(
     hidden: Tensor,
@@ -360,16 +396,20 @@ def _(
     seeds: Tensor | None = None,
     logits_scratch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    op = "argmax_verify"
-    _dtype(op, "hidden", hidden, *FLOATS)
-    _shape(op, "hidden", hidden, "[T, hidden_size]", ("*", "*"))
-    _linear(op, "lm_head", lm_head, bias, hidden.shape[1], vocab_size, "vocab_size")
-    rows, batch = hidden.shape[0], _layout(op, cu_seqlens_q, segments, cu_segments)
-    _int32(op, "tokens", tokens, "[T]", (rows,))
-    if num_final is not None:
-        _int32(op, "num_final", num_final, "[B]", (batch,))
-    _int32(op, "cache_seqlens", cache_seqlens, "[B]", (batch,))
-    _sampling(op, batch, vocab_size, (temperature, top_k, top_p, seeds, logits_scratch))
+    sampling = (temperature, top_k, top_p, seeds, logits_scratch)
+    rows, batch = check_argmax_verify(
+        hidden,
+        lm_head,
+        bias,
+        vocab_size,
+        tokens,
+        num_final,
+        cache_seqlens,
+        cu_seqlens_q,
+        segments,
+        cu_segments,
+        sampling,
+    )
     return (
         tokens.new_empty((rows,)),
         tokens.new_empty((rows,)),
@@ -385,6 +425,7 @@ def _layer_caches(op: str, k_cache: Tensor, v_cache: Tensor, batch: Any, page_ta
     else:
         _shape(op, "k_cache", k_cache, "[layers, num_pages, page_size, num_kv_heads, head_dim]", ("*",) * 5)
         _int32(op, "page_table", page_table, "[B, max_pages]", (batch, "*"))
+        torch._check(k_cache.shape[2] >= 1, lambda: f"{op}: page_size must be at least 1, got 0")
     _shape(op, "v_cache", v_cache, "k_cache's shape", tuple(k_cache.shape))
     _dtype(op, "v_cache", v_cache, k_cache.dtype)
 
@@ -447,6 +488,31 @@ def _(
     _int32("redraft", "cache_seqlens", cache_seqlens, "[B]", (batch,))
 
 
+def check_multi_block_step(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    tokens: Tensor,
+    cu_seqlens_q: Tensor,
+    segments: Tensor,
+    cu_segments: Tensor,
+    text: Tensor,
+    pool: Tensor,
+    state: Tensor,
+    stop_tokens: Tensor,
+    page_table: Tensor | None,
+    sampling: tuple[Tensor | None, ...],
+    vocab: Any = "*",
+) -> None:
+    """Check what shapes and dtypes say without the descriptor."""
+    op = "multi_block_step"
+    batch = _layout(op, cu_seqlens_q, segments, cu_segments)
+    _layer_caches(op, k_cache, v_cache, batch, page_table)
+    _int32(op, "cache_seqlens", cache_seqlens, "[B]", (batch,))
+    _decode_state(op, batch, tokens, text, pool, state, stop_tokens)
+    _sampling(op, batch, vocab, sampling)
+
+
 @_fake("multi_block_step")
 def _(
     weights: Tensor,
@@ -475,12 +541,11 @@ def _(
     seeds: Tensor | None = None,
     logits_scratch: Tensor | None = None,
 ) -> None:
-    op = "multi_block_step"
-    batch = _layout(op, cu_seqlens_q, segments, cu_segments)
-    _layer_caches(op, k_cache, v_cache, batch, page_table)
-    _int32(op, "cache_seqlens", cache_seqlens, "[B]", (batch,))
-    _decode_state(op, batch, tokens, text, pool, state, stop_tokens)
-    _sampling(op, batch, "*", (temperature, top_k, top_p, seeds, logits_scratch))
+    sampling = (temperature, top_k, top_p, seeds, logits_scratch)
+    layout = (cu_seqlens_q, segments, cu_segments)
+    check_multi_block_step(
+        k_cache, v_cache, cache_seqlens, tokens, *layout, text, pool, state, stop_tokens, page_table, sampling
+    )
 
 
 def _head_rows(op: str, hidden: Tensor, lm_head: Tensor, bias: Tensor | None, targets: Tensor, teachers: Tensor) -> Any:

@@ -110,9 +110,11 @@ inline void head_finish(const HeadBest* best, int64_t parts, int64_t rows, int32
 inline int32_t filtered_sample(const Sampler& s, float* logits, int32_t* order, int64_t vocab) {
   for (int64_t i = 0; i < vocab; i += 16)
     store_up_to(logits + i, div(load_up_to(logits + i, vocab - i), set1(s.temperature)), vocab - i);
-  // NaN counts as the largest, as without filters; the comparisons below need logits that have an order.
+  // NaN counts as the largest, then infinity, as without filters: what is below needs an order and a finite largest.
   for (int64_t i = 0; i < vocab; ++i)
     if (logits[i] != logits[i]) return static_cast<int32_t>(i);
+  for (int64_t i = 0; i < vocab; ++i)
+    if (logits[i] == __builtin_inff()) return static_cast<int32_t>(i);
   int64_t kept = vocab;
   for (int64_t i = 0; i < vocab; ++i) order[i] = static_cast<int32_t>(i);
   const auto before = [logits](int32_t a, int32_t b) {

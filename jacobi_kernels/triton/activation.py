@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jacobi_kernels._ops import ACTIVATIONS
+from jacobi_kernels._ops import ACTIVATIONS, FLOATS, _dtype
 from jacobi_kernels.triton.runtime import INTERPRETED, CompileCase, check_runs_here, launch
 from jacobi_kernels.triton.vec_math import EXACT, fma, one_plus_erf, sigmoid, tanh
 
@@ -51,6 +51,7 @@ def activation_kernel(x, y, size, KIND: tl.constexpr, BLOCK: tl.constexpr):  # t
 def activation(x: Tensor, kind: str) -> Tensor:
     """``kind`` of every element as :func:`jacobi_kernels.ops.activation`: ``x``'s shape and dtype, contiguous."""
     check_runs_here(OP, x)
+    _dtype(OP, "x", x, *FLOATS)
     if kind not in ACTIVATIONS:
         raise RuntimeError(f"{OP}: kind must be one of {', '.join(ACTIVATIONS)}, got '{kind}'")
     x = x.contiguous()

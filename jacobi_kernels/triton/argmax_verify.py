@@ -21,12 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jacobi_kernels._ops import check_argmax_verify
 from jacobi_kernels.triton.accept import accept
 from jacobi_kernels.triton.filtered import sample_filtered
 from jacobi_kernels.triton.noise import gumbel, noise_key
 from jacobi_kernels.triton.packed_linear import NUM_STAGES, NUM_WARPS, Tiling, accumulate, tiling
 from jacobi_kernels.triton.plan import Plan, plan_rows
-from jacobi_kernels.triton.runtime import INTERPRETED, CompileCase, check_runs_here, launch
+from jacobi_kernels.triton.runtime import INTERPRETED, CompileCase, check_dense, check_runs_here, launch
 from jacobi_kernels.triton.vec_math import EXACT, tanh
 
 OP = "argmax_verify"
@@ -72,7 +73,7 @@ def select_kernel(  # type: ignore[no-untyped-def]
         final = tl.full((BLOCK,), 1, tl.int32)
         if HAS_FINAL:
             final = tl.load(num_final + b * num_final_stride, mask=live, other=1)
-        wanted = live & ((index >= final - 1) | (root == 0))
+        wanted = live & ((index + 1 >= final) | (root == 0))
         tl.store(predictions + row, tl.full((BLOCK,), -1, tl.int32), mask=inside)
         narrowed = wanted & (row < 0)
         if SAMPLING:
@@ -245,7 +246,11 @@ class Sampling:
     logits_scratch: Tensor | None = None
 
     def check(self, op: str) -> None:
-        """RuntimeError when what sampling needs is not there."""
+        """RuntimeError when what sampling needs is not there, or not in one piece."""
+        check_dense(op, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seeds=self.seeds)
+        check_dense(op, logits_scratch=self.logits_scratch)
+        if self.logits_scratch is not None and not 2 <= self.logits_scratch.shape[0] <= 16:
+            raise RuntimeError(f"{op}: logits_scratch must have 2 to 16 rows, got {self.logits_scratch.shape[0]}")
         if self.temperature is not None and self.seeds is None:
             raise RuntimeError(f"{op}: seeds must be given with temperature")
         if self.temperature is not None and self.filters and self.logits_scratch is None:
@@ -404,15 +409,22 @@ def argmax_verify(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`jacobi_kernels.ops.argmax_verify`; a sequence whose layout breaks a rule gets no predictions."""
     check_runs_here(OP, hidden, lm_head, bias)
+    layout = (cu_seqlens_q, segments, cu_segments)
+    samplers = (temperature, top_k, top_p, seeds, logits_scratch)
+    rows, batch = check_argmax_verify(
+        hidden, lm_head, bias, vocab_size, tokens, num_final, cache_seqlens, *layout, samplers
+    )
+    check_dense(OP, lm_head=lm_head, bias=bias, tokens=tokens, num_final=num_final, cache_seqlens=cache_seqlens)
+    check_dense(OP, cu_seqlens_q=cu_seqlens_q, segments=segments, cu_segments=cu_segments)
+    if vocab_size < 1:
+        raise RuntimeError(f"{OP}: vocab_size must be at least 1, got {vocab_size}")
     if not logit_scale > 0 or not softcap >= 0:
         raise RuntimeError(f"{OP}: logit_scale must be positive and softcap at least 0, got {logit_scale}, {softcap}")
-    sampling = Sampling(temperature, top_k, top_p, seeds, logits_scratch)
+    sampling = Sampling(*samplers)
     sampling.check(OP)
-    rows, batch = hidden.shape[0], cu_seqlens_q.shape[0] - 1
     head = Head(lm_head, bias, vocab_size, logit_scale, softcap)
     shapes = verdict_shapes(head, rows, batch)
     verdict = Verdict(**{name: tokens.new_empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()})
-    layout = (cu_seqlens_q, segments, cu_segments)
     plan = plan_rows(*layout, cache_seqlens, rows)
     verify(OP, hidden.contiguous(), head, plan, tokens, num_final, cache_seqlens, layout, sampling, verdict)
     return verdict.predictions, verdict.accepted_rows, verdict.num_accepted, verdict.fixed_point

@@ -117,16 +117,18 @@ def filter_kernel(  # type: ignore[no-untyped-def]
         b = tl.load(row_sequence + row)
         heat = tl.load(temperature + b)
         logits = scratch + i.to(tl.int64) * n
-        largest, top, nan = tl.cast(float("-inf"), tl.float32), LOWEST + 0, NO_ID + 0
+        largest, top = tl.cast(float("-inf"), tl.float32), LOWEST + 0
+        nan, infinite = NO_ID + 0, NO_ID + 0  # lowest ids
         for begin in range(0, n, BLOCK):
             id = begin + tl.arange(0, BLOCK)
             z, order = _scores(logits, id, n, heat, scale, softcap, CAPPED)
             nan = tl.minimum(nan, tl.min(tl.where((id < n) & (z != z), id, NO_ID), 0))
+            infinite = tl.minimum(infinite, tl.min(tl.where(z == float("inf"), id, NO_ID), 0))
             fine = z == z
             largest = tl.maximum(largest, tl.max(tl.where(fine, z, float("-inf")), 0))
             top = tl.maximum(top, tl.max(tl.where(fine, order, LOWEST), 0))
-        token = nan  # NaN counts as the largest; behind it no order is needed
-        if nan == NO_ID:
+        token = tl.where(nan == NO_ID, infinite, nan)  # NaN counts as the largest; no noise or filter changes infinity
+        if token == NO_ID:
             kth = LOWEST + 0
             if HAS_TOP_K:
                 wanted_count = tl.load(top_k + b)
@@ -146,7 +148,7 @@ def filter_kernel(  # type: ignore[no-untyped-def]
                 if share < 1.0:
                     least = tl.cast(LOWEST, tl.int64) - 1
                     total, _, _ = _mass_above(logits, n, heat, scale, softcap, kth, largest, least, BLOCK, CAPPED)
-                    wanted = share.to(tl.float64) * total
+                    wanted = tl.maximum(share.to(tl.float64) * total, 1e-300)  # the first token stays in any case
                     low, high = kth.to(tl.int64) - 1, top.to(tl.int64)  # what is above high weighs less than wanted
                     while high - low > 1:
                         middle = (low + high) >> 1

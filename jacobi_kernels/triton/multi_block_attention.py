@@ -28,6 +28,7 @@ from jacobi_kernels.triton.path_tiles import ALL, capped, first_key_rows, path_t
 from jacobi_kernels.triton.runtime import INTERPRETED, CompileCase, check_runs_here, launch
 
 OP = "multi_block_attention"
+MAX_HEAD_DIM = 256
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -146,8 +147,12 @@ def options(
     op: str, head_dim: int, softmax_scale: float | None, window_size: int, softcap: float
 ) -> tuple[float, float, int]:
     """(scale, softcap, window) as the kernels take them."""
-    if softcap < 0:
-        raise RuntimeError(f"{op}: softcap must be at least 0 (0: off), got {softcap:g}")
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise RuntimeError(f"{op}: head_dim must be within 1..{MAX_HEAD_DIM}, got {head_dim}")
+    if not (softcap >= 0 and math.isfinite(softcap)):
+        raise RuntimeError(f"{op}: softcap must be at least 0 (0: off) and finite, got {softcap:g}")
+    if softmax_scale is not None and not math.isfinite(softmax_scale):
+        raise RuntimeError(f"{op}: softmax_scale must be finite, got {softmax_scale:g}")
     if window_size < -1:
         raise RuntimeError(f"{op}: window_size must be -1 (all) or at least 0, got {window_size}")
     scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale

@@ -24,7 +24,6 @@ OP = "multi_block_attention_with_kvcache"
 SPLIT = 256  # slots
 PROGRAMS = 128  # with fewer, splits run side by side
 PARTIAL_BYTES = 1 << 28  # and in turn where their results would need more
-MAX_HEAD_DIM = 256
 LOG2E = 1.4426950408889634
 
 
@@ -205,24 +204,32 @@ def _warps_stages(block_d: int, dtype: torch.dtype, paged: bool) -> tuple[int, i
 
 
 def _check_strides(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    if not 1 <= q.shape[2] <= MAX_HEAD_DIM:
-        raise RuntimeError(f"{OP}: head_dim must be within 1..{MAX_HEAD_DIM}, got {q.shape[2]}")
-    for name, t in (("q", q), ("k", k), ("v", v), ("k_cache", k_cache), ("v_cache", v_cache)):
+    _check_dense_rows(OP, q=q, k=k, v=v)
+    check_caches(OP, k_cache, v_cache)
+
+
+def _check_dense_rows(op: str, **tensors: Tensor) -> None:
+    for name, t in tensors.items():
         if t.stride(-1) != 1 or (t.shape[-2] > 1 and t.stride(-2) != t.shape[-1]):
-            raise RuntimeError(f"{OP}: {name} must be dense in its last two dimensions, got strides {list(t.stride())}")
-    for size, ours, theirs in zip(k_cache.shape[:2], k_cache.stride()[:2], v_cache.stride()[:2], strict=True):
+            raise RuntimeError(f"{op}: {name} must be dense in its last two dimensions, got strides {list(t.stride())}")
+
+
+def check_caches(op: str, k_cache: Tensor, v_cache: Tensor) -> None:
+    """RuntimeError unless both caches have the same strides, dense rows, and no two rows in one place."""
+    _check_dense_rows(op, k_cache=k_cache, v_cache=v_cache)
+    for size, ours, theirs in zip(k_cache.shape[:-2], k_cache.stride()[:-2], v_cache.stride()[:-2], strict=True):
         if size > 1 and ours != theirs:
             raise RuntimeError(
-                f"{OP}: v_cache must have k_cache's strides {list(k_cache.stride())}, got {list(v_cache.stride())}"
+                f"{op}: v_cache must have k_cache's strides {list(k_cache.stride())}, got {list(v_cache.stride())}"
             )
     if k_cache.numel() and k_cache.data_ptr() == v_cache.data_ptr():
-        raise RuntimeError(f"{OP}: k_cache and v_cache must not share memory, got the same address for both")
-    steps = sorted((stride, size) for stride, size in zip(k_cache.stride()[:2], k_cache.shape[:2], strict=True))
-    extent = k_cache.shape[2] * k_cache.shape[3]
+        raise RuntimeError(f"{op}: k_cache and v_cache must not share memory, got the same address for both")
+    steps = sorted((stride, size) for stride, size in zip(k_cache.stride()[:-2], k_cache.shape[:-2], strict=True))
+    extent = k_cache.shape[-2] * k_cache.shape[-1]
     for stride, size in steps:
         if size > 1 and stride < extent:
             raise RuntimeError(
-                f"{OP}: k_cache must not hold rows that share memory, got shape {list(k_cache.shape)} "
+                f"{op}: k_cache must not hold rows that share memory, got shape {list(k_cache.shape)} "
                 f"with strides {list(k_cache.stride())}"
             )
         extent += stride * (size - 1)
@@ -251,6 +258,7 @@ def multi_block_attention_with_kvcache(
     """
     check_runs_here(OP, q, k, v, k_cache, v_cache)
     check_cached_attention(q, k, v, k_cache, v_cache, cache_seqlens, cu_seqlens_q, segments, cu_segments, page_table)
+    options(OP, q.shape[2], softmax_scale, window_size, softcap)
     _check_strides(q, k, v, k_cache, v_cache)
     layout = (cu_seqlens_q, segments, cu_segments)
     for t in (*layout, cache_seqlens, page_table):

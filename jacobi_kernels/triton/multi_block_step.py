@@ -25,17 +25,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jacobi_kernels._ops import check_multi_block_step
 from jacobi_kernels.state import STATE_COLUMNS, StateColumn
 from jacobi_kernels.triton import rows as row_ops
 from jacobi_kernels.triton.argmax_verify import Sampling, verify
 from jacobi_kernels.triton.commit import commit
-from jacobi_kernels.triton.multi_block_attention_with_kvcache import attend_with_kvcache, attention_workspace_size
+from jacobi_kernels.triton.multi_block_attention_with_kvcache import (
+    attend_with_kvcache,
+    attention_workspace_size,
+    check_caches,
+)
 from jacobi_kernels.triton.packed_linear import launch_product
 from jacobi_kernels.triton.plan import Plan, plan_rows
-from jacobi_kernels.triton.redraft import redraft
+from jacobi_kernels.triton.redraft import check_options, redraft
 from jacobi_kernels.triton.redraft_check import NUM_FINAL, TEXT_LEN, check_sequence
-from jacobi_kernels.triton.runtime import CompileCase, check_runs_here, launch
-from jacobi_kernels.triton.step_model import Matrix, Scratch, StepBuffers, StepModel, checked_size, step_workspace_size
+from jacobi_kernels.triton.runtime import CompileCase, check_dense, check_runs_here, launch
+from jacobi_kernels.triton.step_model import (
+    F,
+    Matrix,
+    Scratch,
+    StepBuffers,
+    StepModel,
+    checked_size,
+    step_workspace_size,
+)
 
 __all__ = ["compile_cases", "multi_block_step", "step_workspace_size"]
 
@@ -249,9 +262,16 @@ def multi_block_step(
     check_runs_here(OP, weights, k_cache)
     checked_size(descriptor)
     model = StepModel(weights, descriptor)
+    layout, samplers = (cu_seqlens_q, segments, cu_segments), (temperature, top_k, top_p, seeds, logits_scratch)
+    drafts = (text, pool, state, stop_tokens)
+    check_multi_block_step(k_cache, v_cache, cache_seqlens, tokens, *layout, *drafts, page_table, samplers, model.vocab)
+    check_dense(OP, cache_seqlens=cache_seqlens, tokens=tokens, cu_seqlens_q=cu_seqlens_q, segments=segments)
+    check_dense(OP, cu_segments=cu_segments, text=text, pool=pool, state=state, stop_tokens=stop_tokens)
+    check_dense(OP, weights=weights, workspace=workspace, page_table=page_table)
+    check_options(OP, pool, block_size, blocks, candidates, spawn_ratio)
     rows, batch, num_segments = tokens.shape[0], cu_seqlens_q.shape[0] - 1, segments.shape[0]
-    _check_shapes(model, weights, descriptor, k_cache, v_cache, cache_seqlens, workspace, page_table, rows, batch)
-    sampling = Sampling(temperature, top_k, top_p, seeds, logits_scratch)
+    _check_shapes(model, weights, descriptor, k_cache, v_cache, workspace, page_table, batch)
+    sampling = Sampling(*samplers)
     sampling.check(OP)
     scratch = Scratch(workspace)
     buffers = StepBuffers(model, rows, batch, num_segments, scratch)
@@ -292,7 +312,7 @@ def multi_block_step(
         STATE_COLUMNS=STATE_COLUMNS,
         LANES=LANES,
     )
-    layout = (cu_seqlens_q, buffers.segments, cu_segments)
+    layout = (cu_seqlens_q, buffers.segments, cu_segments)  # of what takes part
     plan = plan_rows(*layout, cache_seqlens, rows, k_cache=k_cache[0], page_table=page_table)
     launch(
         OP,
@@ -339,23 +359,24 @@ def _check_shapes(
     descriptor: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    cache_seqlens: Tensor,
     workspace: Tensor,
     page_table: Tensor | None,
-    rows: int,
     batch: int,
 ) -> None:
-    if weights.dtype != torch.uint8 or workspace.dtype != torch.uint8 or weights.data_ptr() % 16:
-        raise RuntimeError(f"{OP}: weights and workspace must be uint8, weights at a multiple of 16 bytes")
+    for name, t in (("weights", weights), ("workspace", workspace)):
+        if t.dim() != 1 or t.dtype != torch.uint8:
+            raise RuntimeError(f"{OP}: {name} must be uint8 [bytes], got {t.dtype} of shape {list(t.shape)}")
+    if weights.data_ptr() % 16:
+        raise RuntimeError(f"{OP}: weights must start at a multiple of 16 bytes")
+    if weights.numel() < descriptor[F.BLOB_BYTES]:
+        raise RuntimeError(
+            f"{OP}: weights must have the descriptor's {int(descriptor[F.BLOB_BYTES])} bytes, got {weights.numel()}"
+        )
     slabs = k_cache.shape[1] if page_table is not None else batch
     shape = (model.layers, slabs, k_cache.shape[2], model.kv_heads, model.head_dim)
-    if tuple(k_cache.shape) != shape or k_cache.shape != v_cache.shape or k_cache.stride() != v_cache.stride():
-        raise RuntimeError(
-            f"{OP}: k_cache and v_cache must have shape {list(shape)} and the same strides, got "
-            f"{list(k_cache.shape)} and {list(v_cache.shape)}"
-        )
-    if page_table is not None and tuple(page_table.shape[:1]) != (batch,):
-        raise RuntimeError(f"{OP}: page_table must have shape [batch, max_pages], got {list(page_table.shape)}")
+    if tuple(k_cache.shape) != shape:
+        raise RuntimeError(f"{OP}: k_cache and v_cache must have shape {list(shape)}, got {list(k_cache.shape)}")
+    check_caches(OP, k_cache, v_cache)
 
 
 def compile_cases() -> list[CompileCase]:

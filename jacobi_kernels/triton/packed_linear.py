@@ -17,14 +17,15 @@ twice when there are several parts, rows once per program from L2. Operations: 2
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from jacobi_kernels._ops import LANES
-from jacobi_kernels.triton.runtime import INTERPRETED, CompileCase, check_runs_here, launch
+from jacobi_kernels._ops import LANES, check_packed_linear
+from jacobi_kernels.triton.runtime import INTERPRETED, CompileCase, check_dense, check_runs_here, launch
 
 OP = "packed_linear"
 PROGRAMS = 128  # wanted at least: one for nearly every multiprocessor of the GPUs that this is written for
@@ -56,12 +57,12 @@ def tiling(n: int, k: int, dtype: torch.dtype, max_parts: int = 8) -> Tiling:
         parts *= 2
     block_k = 64 if dtype == torch.bfloat16 else 32
     rows, tiles = 16, 4
-    part = -(-k // (parts * block_k)) * block_k
+    part = -(-max(k, 1) // (parts * block_k)) * block_k
     if INTERPRETED:  # few large programs
         block_n = min(512, max(16, triton.next_power_of_2(n)))
         block_k = min(512, max(16, triton.next_power_of_2(part)))
         rows, tiles = 64, 1
-    return Tiling(block_n, block_k, -(-k // part), part, rows, tiles)
+    return Tiling(block_n, block_k, max(1, -(-k // part)), part, rows, tiles)
 
 
 @triton.jit
@@ -260,10 +261,10 @@ def launch_product(
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
     """``x @ W.T + bias`` as :func:`jacobi_kernels.ops.packed_linear`: ``[..., out_features]`` in ``x``'s dtype."""
     check_runs_here(OP, x, weight, bias)
-    if not weight.is_contiguous() or (bias is not None and not bias.is_contiguous()):
-        raise RuntimeError(f"{OP}: weight and bias must be contiguous")
+    check_packed_linear(x, weight, bias, out_features)
+    check_dense(OP, weight=weight, bias=bias)
     y = x.new_empty((*x.shape[:-1], out_features))
-    rows, k = x.numel() // max(1, x.shape[-1]), x.shape[-1]
+    rows, k = prod(x.shape[:-1]), x.shape[-1]
     cut = tiling(out_features, k, weight.dtype)
     x, flat = x.contiguous(), y.view(rows, out_features)
     if cut.parts == 1:

@@ -280,6 +280,17 @@ def fewest_unchanged(block_size: int, spawn_ratio: float) -> int:
     return bisect_left(range(block_size), True, key=lambda u: u / block_size >= spawn_ratio)
 
 
+def check_options(op: str, pool: Tensor, block_size: int, blocks: int, candidates: int, spawn_ratio: float) -> None:
+    """RuntimeError for an option out of range, or a pool that no entry fits in or int32 does not reach."""
+    for name, value, least in (("block_size", block_size, 1), ("blocks", blocks, 1), ("candidates", candidates, 0)):
+        if not least <= value <= MAX_DRAFT_OPTION:
+            raise RuntimeError(f"{op}: {name} must be within {least}..2^20, got {value}")
+    if not 0.0 <= spawn_ratio <= 1.0:
+        raise RuntimeError(f"{op}: spawn_ratio must be within 0..1, got {spawn_ratio}")
+    if pool.shape[2] < 1 or pool.shape[1] * pool.shape[2] > MAX_TOKEN:
+        raise RuntimeError(f"{op}: pool must have shape [B, entries, 1 + width] below 2^31, got {list(pool.shape)}")
+
+
 def redraft(
     predictions: Tensor,
     accepted_rows: Tensor,
@@ -332,14 +343,8 @@ def redraft(
                 f"{OP}: {name} must be contiguous {dtype} of shape {list(shape)}, "
                 f"got {tensor.dtype} of shape {list(tensor.shape)} with strides {tensor.stride()}"
             )
-    for name, value, least in (("block_size", block_size, 1), ("blocks", blocks, 1), ("candidates", candidates, 0)):
-        if not least <= value <= MAX_DRAFT_OPTION:
-            raise RuntimeError(f"{OP}: {name} must be within {least}..2^20, got {value}")
-    if not 0.0 <= spawn_ratio <= 1.0:
-        raise RuntimeError(f"{OP}: spawn_ratio must be within 0..1, got {spawn_ratio}")
+    check_options(OP, pool, block_size, blocks, candidates, spawn_ratio)
     pool_rows, entry = pool.shape[1:]
-    if entry < 1 or pool_rows * entry > MAX_TOKEN:
-        raise RuntimeError(f"{OP}: pool must have shape [B, entries, 1 + width] below 2^31, got {list(pool.shape)}")
     launch(
         OP,
         redraft_kernel,

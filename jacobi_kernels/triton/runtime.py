@@ -88,6 +88,15 @@ def launch(op: str, kernel: Any, grid: tuple[int, ...], *args: Any, **options: A
     kernel[grid](*args, **options)
 
 
+def check_dense(op: str, **tensors: Tensor | None) -> None:
+    """Raise RuntimeError in one line for a tensor that is not contiguous: kernels take it as one run of elements."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise RuntimeError(
+                f"{op}: {name} must be contiguous, got shape {list(tensor.shape)} with strides {list(tensor.stride())}"
+            )
+
+
 def check_runs_here(op: str, *tensors: Tensor | None) -> None:
     """Raise RuntimeError in one line when Triton cannot run ``op`` on these tensors."""
     for tensor in tensors:

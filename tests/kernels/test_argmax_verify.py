@@ -344,6 +344,14 @@ def test_nan_wins_and_minus_infinity_never_does(vocab: int, sampler: tuple[float
         assert case.run(**case.sampling(*sampler))[0].tolist() == [lowest] * 20
 
 
+def test_infinite_logits_win_by_id_under_any_sampler() -> None:
+    case = Head(5, chains(4), 50, 8)
+    case.bias = torch.zeros(50)
+    case.bias[[7, 9, 33]] = math.inf
+    for sampler in (*ALL_SAMPLERS, (1.0, 5, 0.5), (1e-38, 2, 0.9)):
+        assert case.run(**case.sampling(*sampler))[0].tolist() == [7] * 4
+
+
 # Exactness ------------------------------------------------------------------------------------------------------------
 
 SAMPLERS = ALL_SAMPLERS[:5]

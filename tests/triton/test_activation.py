@@ -55,3 +55,5 @@ def test_scalar_and_empty(shape: tuple[int, ...], device: str) -> None:
 def test_refusal(device: str) -> None:
     with pytest.raises(RuntimeError, match=r"activation: kind must be one of .*, got 'swish'"):
         activation(torch.zeros(3, device=device), "swish")
+    with pytest.raises(RuntimeError, match=r"activation: x must be float32 or bfloat16, got float64"):
+        activation(torch.zeros(3, dtype=torch.float64, device=device), "silu")

@@ -171,3 +171,63 @@ def test_refusals(device: str) -> None:
         on_device(case, device, **options | {"seeds": None})
     with pytest.raises(RuntimeError, match="argmax_verify: logits_scratch must be given with top_k or top_p"):
         on_device(case, device, **options | {"logits_scratch": None})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": (slice(1), ...)}, r"lm_head must have shape \[ceil\(vocab_size/16\), in_features, 16\]"),
+        ({"tokens": slice(4)}, r"tokens must have shape \[T\] = \[5\], got \[4\]"),
+        ({"lengths": slice(1)}, r"cache_seqlens must have shape \[B\] = \[2\], got \[1\]"),
+        ({"vocab": 0, "weight": slice(0), "logits_scratch": (slice(None), slice(0))}, "vocab_size must be at least 1"),
+        ({"temperature": slice(1)}, r"temperature must have shape \[B\] = \[2\], got \[1\]"),
+        ({"logits_scratch": (slice(None), slice(20))}, r"logits_scratch must have shape \[rows, vocab_size\]"),
+        ({"logits_scratch": slice(1)}, "logits_scratch must have 2 to 16 rows, got 1"),
+        ({"hidden": torch.float64}, "hidden must be float32 or bfloat16, got float64"),
+        ({"tokens": torch.int64}, "tokens must be int32, got int64"),
+        ({"seeds": torch.int32}, "seeds must be int64, got int32"),
+        ({"logits_scratch": "strided"}, r"logits_scratch must be contiguous, got shape \[16, 30\] with strides"),
+        ({"tokens": "strided"}, r"tokens must be contiguous, got shape \[5\] with strides \[2\]"),
+        ({"temperature": "strided"}, "temperature must be contiguous"),
+    ],
+    ids=str,
+)
+def test_arguments_that_kernels_cannot_take_are_refused(change: dict[str, Any], message: str, device: str) -> None:
+    """Before anything is launched, which would read or write beside them."""
+    case = Head(9, chains(3, 2), 30, 8)
+    options = case.sampling(1.0, top_k=3)
+    for name, how in change.items():
+        value = options[name] if name in options else getattr(case, name)
+        if how == "strided":
+            changed = value.new_zeros((*value.shape, 2))[..., 0]
+        elif isinstance(how, torch.dtype):
+            changed = value.to(how)
+        else:
+            changed = how if name == "vocab" else value[how]
+        if name in options:
+            options[name] = changed
+        else:
+            setattr(case, name, changed)
+    with pytest.raises(RuntimeError, match="argmax_verify: " + message):
+        on_device(case, device, **options)
+
+
+def test_values_out_of_range_do_no_harm(device: str) -> None:
+    """Nothing can be raised for them on a device: the mass of no token is kept as the first token's."""
+    case = Head(7, chains(5, 3), 50, 8)
+    greedy = on_device(case, device)[0]
+    for share in (0.0, -1.0, 1e-38):
+        assert_equal(on_device(case, device, **case.sampling(1.0, top_p=share))[0], greedy)
+    case.num_final = torch.full((2,), -(2**31), dtype=torch.int32)
+    assert_equal(on_device(case, device)[0], greedy)
+
+
+def test_infinite_logits_win_by_id(device: str) -> None:
+    case = Head(5, chains(4), 50, 8)
+    case.bias = torch.zeros(50)
+    case.bias[[7, 9, 33]] = math.inf
+    case.bias[2] = -math.inf
+    for sampler in (*SAMPLERS, (1.0, 5, 0.5), (1e-38, 2, 0.9)):
+        options = case.sampling(*sampler)
+        assert on_device(case, device, **options)[0].tolist() == [7] * 4
+        assert on_cpu(case, **options)[0].tolist() == [7] * 4

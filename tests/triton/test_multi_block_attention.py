@@ -248,7 +248,9 @@ def test_no_segments(device: str) -> None:
     assert not any(bool(t.any()) for t in gradients(inputs, (out,), layout, device))
 
 
-@pytest.mark.parametrize("options", [{"softcap": -1.0}, {"window_size": -2}])
+@pytest.mark.parametrize(
+    "options", [{"softcap": -1.0}, {"softcap": float("inf")}, {"softmax_scale": float("nan")}, {"window_size": -2}]
+)
 def test_refusals(options: dict[str, Any], device: str) -> None:
     inputs, layout = qkv(21, 4, 2, 1, 16, torch.float32), chains(4)
     with pytest.raises(RuntimeError, match=r"^multi_block_attention: \w+ must be"):
@@ -256,3 +258,9 @@ def test_refusals(options: dict[str, Any], device: str) -> None:
     tensors = [t.to(device) for t in (*inputs, *layout)]
     with pytest.raises(RuntimeError, match=r"^multi_block_attention: k must have shape"):
         multi_block_attention(tensors[0], tensors[1][:3], *tensors[2:])
+    with pytest.raises(RuntimeError, match=r"^multi_block_attention: q's num_heads must be a positive multiple"):
+        multi_block_attention(*(t[:, :0] for t in tensors[:3]), *tensors[3:])
+    with pytest.raises(RuntimeError, match=r"^multi_block_attention: head_dim must be within 1..256, got 257"):
+        forward(qkv(21, 4, 2, 1, 257, torch.float32), layout, device)
+    with pytest.raises(RuntimeError, match=r"^multi_block_attention: cu_seqlens_q must have shape \[B\+1\], got \[0\]"):
+        multi_block_attention(*tensors[:3], tensors[3][:0], tensors[4], tensors[5][:0])

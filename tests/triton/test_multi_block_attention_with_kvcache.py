@@ -29,6 +29,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"window_size": 7},
     {"window_size": 70, "softcap": 3.0, "softmax_scale": 0.3},
 ]
+EMPTY = torch.zeros(3, 0, 1, 16)
 SHARED, OTHER = torch.zeros(2, 1, 1, 1, 16)
 TREE = make_layout([[(0, 9, -1, 0), (10, 5, 0, 1), (15, 4, 0, 1)], [(0, 1, -1, 0)], [], [(0, 3, -1, 0)]])
 DEEP = make_layout(
@@ -367,6 +368,8 @@ def test_nothing_to_do(device: str) -> None:
         ({"k_cache": SHARED.expand(1, 14, 1, 16), "v_cache": OTHER.expand(1, 14, 1, 16)}, "k_cache must not hold rows"),
         ({"window_size": -2}, "window_size must be -1"),
         ({"softcap": -1.0}, "softcap must be at least 0"),
+        ({"softmax_scale": float("nan")}, "softmax_scale must be finite"),
+        ({"page_table": torch.zeros(1, 1, dtype=torch.int32), "k_cache": EMPTY, "v_cache": EMPTY}, "page_size must be"),
         ({"segments": torch.zeros(4, 1, dtype=torch.int32).T}, None),
         ({"segments": torch.zeros(2, 4, 1, dtype=torch.int32)[:, :, 0].T[:2].T}, r"segments must have shape"),
     ],

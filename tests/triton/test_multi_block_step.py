@@ -73,30 +73,31 @@ class Decoding:
     def capacity(self) -> int:
         return self.state.cache_capacity
 
-    def step(self) -> None:
+    def step(self, **changes: Any) -> None:
         s = self.state
         op: Any = multi_block_step if self.triton else torch.ops.jacobi.multi_block_step.default
-        op(
-            self.weights.blob,
-            self.weights.descriptor,
-            self.k,
-            self.v,
-            s.cache_seqlens,
-            s.tokens,
-            s.segments,
-            s.cu_seqlens_q,
-            s.cu_segments,
-            s.text,
-            s.pool,
-            s.state,
-            s.stop_tokens,
-            self.workspace,
-            block_size=s.block_size,
-            blocks=s.blocks,
-            candidates=s.candidates,
-            page_table=self.table,
+        arguments = {
+            "weights": self.weights.blob,
+            "descriptor": self.weights.descriptor,
+            "k_cache": self.k,
+            "v_cache": self.v,
+            "cache_seqlens": s.cache_seqlens,
+            "tokens": s.tokens,
+            "segments": s.segments,
+            "cu_seqlens_q": s.cu_seqlens_q,
+            "cu_segments": s.cu_segments,
+            "text": s.text,
+            "pool": s.pool,
+            "state": s.state,
+            "stop_tokens": s.stop_tokens,
+            "workspace": self.workspace,
+            "block_size": s.block_size,
+            "blocks": s.blocks,
+            "candidates": s.candidates,
+            "page_table": self.table,
             **self.sampling,
-        )
+        }
+        op(**(arguments | changes))
 
     def finish(self) -> None:
         for _ in range(100):
@@ -211,6 +212,29 @@ def test_refusals(device: str) -> None:
     decoding.workspace = workspace[: workspace.numel() // 2]
     with pytest.raises(RuntimeError, match=r"multi_block_step: workspace must have at least \d+ bytes"):
         decoding.step()
-    decoding.workspace, decoding.v = workspace, decoding.v[:, :, 1:]
+    decoding.workspace = workspace
+    before = {name: getattr(decoding.state, name).clone() for name in (*STATE, "tokens")}
+    for change, message in (
+        ({"block_size": 0}, "block_size must be within"),
+        ({"spawn_ratio": 2.0}, "spawn_ratio must be within 0..1"),
+        ({"tokens": decoding.state.tokens.long()}, "tokens must be int32"),
+        ({"text": decoding.state.text[:1]}, r"text must have shape \[B, text_capacity\]"),
+        ({"state": decoding.state.state[:, :12]}, r"state must have shape \[B, 16\]"),
+        ({"pool": decoding.state.pool[:, :, :0]}, "pool must have shape"),
+        ({"text": decoding.state.text.T.contiguous().T}, "text must be contiguous"),
+        ({"cu_segments": decoding.state.cu_segments[:-1]}, r"cu_segments must have shape \[B\+1\]"),
+        ({"weights": decoding.weights.blob[:-64]}, r"descriptor of shape .*|weights must have the descriptor's"),
+        ({"v_cache": decoding.k}, "k_cache and v_cache must not share memory"),
+        ({"k_cache": decoding.k.transpose(3, 4).contiguous().transpose(3, 4)}, "k_cache must be dense"),
+        ({"temperature": torch.ones(3, device=device)}, r"temperature must have shape \[B\]"),
+    ):
+        with pytest.raises(RuntimeError, match="multi_block_step: (" + message + ")"):
+            decoding.step(**change)
+    for name, value in before.items():
+        assert_equal(getattr(decoding.state, name), value, name)
+    decoding.v = decoding.v[:, :, 1:]
+    with pytest.raises(RuntimeError, match="multi_block_step: v_cache must have shape k_cache's shape"):
+        decoding.step()
+    decoding.k, decoding.v = decoding.k[1:], decoding.v[1:]
     with pytest.raises(RuntimeError, match="multi_block_step: k_cache and v_cache must have shape"):
         decoding.step()

@@ -65,6 +65,29 @@ def test_no_rows(shape: tuple[int, ...], device: str) -> None:
     assert result.shape == (*shape[:-1], 21)
 
 
+def test_nothing_to_sum(device: str) -> None:
+    bias = random_tensor(18, 21).to(device)
+    result = packed_linear(torch.empty(3, 0, device=device), torch.empty(2, 0, 16, device=device), bias, 21)
+    assert_equal(result, bias.expand(3, 21))
+
+
+@pytest.mark.parametrize(
+    ("shape", "out_features", "message"),
+    [
+        ((3, 20), 21, r"weight must have shape \[ceil\(out_features/16\), in_features, 16\] = \[2, 20, 16\]"),
+        ((3, 24), 33, r"weight must have shape"),
+        ((3, 24), 16, r"weight must have shape"),
+        ((3, 24), 22, r"bias must have shape \[out_features\] = \[22\], got \[21\]"),
+    ],
+)
+def test_refusals(shape: tuple[int, ...], out_features: int, message: str, device: str) -> None:
+    weight, bias = random_linear(15, 21, 24).to(device), torch.zeros(21, device=device)
+    with pytest.raises(RuntimeError, match="packed_linear: " + message):
+        packed_linear(torch.zeros(shape, device=device), weight, bias, out_features)
+    with pytest.raises(RuntimeError, match="packed_linear: bias must be contiguous"):
+        packed_linear(torch.zeros(3, 24, device=device), weight, torch.zeros(21, 2, device=device)[:, 0], 21)
+
+
 def test_nan_and_infinity_stay_in_their_row(device: str) -> None:
     packed, x = random_linear(16, 40, 32).to(device), random_tensor(17, 4, 32).to(device)
     clean = packed_linear(x, packed, None, 40)
