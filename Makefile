@@ -25,7 +25,7 @@ demo: build
 	$(BIN)/jacobi demo
 
 test: build
-	$(BIN)/python -m pytest tests $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 test-oldest: build $(VENV)-oldest/.built
 	HF_HUB_OFFLINE=1 $(VENV)-oldest/bin/python -m pytest tests/decoding tests/cli/test_loading.py $(ARGS)

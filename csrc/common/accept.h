@@ -1,9 +1,8 @@
 // Acceptance of one sequence: which query tokens autoregressive decoding would have produced.
 //
 // y[r] is the model's prediction for the token after query row r. On a path, a token is accepted when
-//   - it is among the first num_final tokens of a root segment (a segment with no query token before it; the first
-//   token
-//     of a root always is), or
+//   - it is among the first num_final tokens of a root segment (one with no query token before it; its first token
+//     always is), or
 //   - the token before it on the path is accepted and it equals that token's prediction.
 // The longest accepted path wins; ties go to the lowest segment index, so to the main chain first. Acceptance of a path
 // is a prefix of it, so one number per segment says everything: how many of its own leading tokens are accepted.

@@ -9,8 +9,8 @@
 // blocks in any order. Inside a phase:
 //
 //   block.threads(f)       f(thread) for every thread, then a barrier of the block
-//   block.warps(f)         f(warp) for every warp; lanes work together inside the tile operations of tile.h; no barrier
-//   PerWarp<Block, Tile>   one tile per warp that lives across stages
+//   block.warps(f)         f(warp) for every warp; lanes work together inside tile operations (operand.h); no barrier
+//   Block::PerWarp<Tile>   one tile per warp that lives across stages
 //   block.copy16(...)      16 bytes of global memory on their way to shared memory, or zeros; copies of a thread are
 //   block.commit()         closed into groups, and
 //   block.wait<n>()        returns when all but the last n groups of every thread have arrived, for all threads
