@@ -235,6 +235,6 @@ def test_refusals(device: str) -> None:
     decoding.v = decoding.v[:, :, 1:]
     with pytest.raises(RuntimeError, match="multi_block_step: v_cache must have shape k_cache's shape"):
         decoding.step()
-    decoding.k, decoding.v = decoding.k[1:], decoding.v[1:]
+    decoding.k, decoding.v = decoding.k[1:, :, 1:], decoding.v[1:]
     with pytest.raises(RuntimeError, match="multi_block_step: k_cache and v_cache must have shape"):
         decoding.step()
