@@ -36,7 +36,6 @@ namespace jacobi::cuda {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kMostBlocks = 512;
 
 // A bfloat16 as it lies in memory. float is the other operand type.
 struct bfloat16 {
