@@ -11,6 +11,9 @@ file out, ``USE_CUDA=0`` leaves _C_cuda out and ``USE_CUDA=1`` fails where it ca
 
 import os
 import platform
+import re
+import shutil
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +22,20 @@ import torch
 from pybind11.setup_helpers import Pybind11Extension
 from setuptools import Extension, setup
 from setuptools.command.build_clib import build_clib
-from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+
+
+def find_toolkit() -> None:
+    """Tell torch where the toolkit of the nvcc on PATH is: it takes the folder above it, but nvcc may be a wrapper."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None or os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
+        return
+    said = subprocess.run([nvcc, "--dryrun", "-c", "-x", "cu", os.devnull], capture_output=True, text=True, check=False)
+    if top := re.search(r"^#\$ TOP=(.*)$", said.stderr, re.MULTILINE):
+        os.environ["CUDA_HOME"] = str(Path(top[1]).resolve())
+
+
+find_toolkit()  # before torch looks
+from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension  # noqa: E402
 
 ROOT = Path(__file__).parent
 X86 = platform.machine() in ("x86_64", "AMD64")
