@@ -7,11 +7,13 @@ Python. On the CPU (a self-test in Triton's interpreter) one call is run and its
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,9 +113,13 @@ def capture(run: Callable[[], Any], prepare: Callable[[], Any] | None = None) ->
     torch.cuda.current_stream().wait_stream(stream)
     if prepare is not None:
         prepare()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = run()  # outputs live as long as the graph
+    graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph):
+            kept = run()  # outputs live as long as the graph
+    except Exception:
+        torch.cuda.set_stream(before)  # torch stays on the stream whose capture failed
+        raise
 
     def replay(kept: Any = kept) -> None:
         graph.replay()
@@ -158,8 +164,19 @@ def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return run()
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        return {"error": f"{type(error).__name__}: {lines[0]}"[:300]}
+        cause: BaseException = error
+        while cause.__context__ is not None:  # the end of a capture that failed raises an error of its own
+            cause = cause.__context__
+        lines = str(cause).strip().splitlines() or [""]
+        return {"error": f"{type(cause).__name__}: {lines[0]}"[:300]}
+
+
+def release() -> None:
+    """Give back memory that nobody uses."""
+    gc.collect()
+    if torch.cuda.is_available():
+        with suppress(RuntimeError):  # torch gives none back after a capture that failed
+            torch.cuda.empty_cache()
 
 
 def gpu_facts(device: str) -> dict[str, Any]:

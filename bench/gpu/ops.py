@@ -93,8 +93,7 @@ def run(cases: Sequence[Case], device: str, results: measure.Results, rounds: in
         if "error" in row:
             failed = 1
             print(f"{case.key}: {row['error']}", file=sys.stderr)
-        if device == "cuda":
-            torch.cuda.empty_cache()
+        measure.release()
     return failed
 
 

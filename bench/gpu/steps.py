@@ -15,7 +15,6 @@ without one in Triton's interpreter, in float32. ``--warm N`` first compiles wha
 from __future__ import annotations
 
 import argparse
-import gc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -134,7 +133,7 @@ def run_shape(
             for way, row in our_rows(weights, shape, t, cached, timer):
                 add(results, key(name, t, way), name, t, way, row)
     del weights
-    _release(timer)
+    measure.release()
     models: list[Any] = []
     for t in rows:
         if all(results.has(key(name, t, way)) for way in PEERS):
@@ -142,7 +141,7 @@ def run_shape(
         for way, row in peer_rows(lambda: hf_model(shape, dtype, timer.device), models, t, cached, timer):
             add(results, key(name, t, way), name, t, way, row)
     models.clear()
-    _release(timer)
+    measure.release()
 
 
 def add(results: measure.Results, name: str, shape: str, rows: int, way: str, row: dict[str, Any]) -> None:
@@ -223,14 +222,6 @@ def peer_rows(
         yield "HF graph", {"skipped": "needs a GPU"}
         return
     yield "HF graph", measure.attempt(lambda: row(lambda p: timer.graph(lambda _: p.run(), prepare=p.restore)))
-
-
-def _release(timer: measure.Timer) -> None:
-    gc.collect()
-    if timer.on_gpu:
-        import torch
-
-        torch.cuda.empty_cache()
 
 
 def table_rows(results: measure.Results) -> list[list[str]]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,6 +42,19 @@ def test_matrix_instructions() -> None:
     assert mma_in_ptx("wgmma.mma_async.sync.aligned\n tcgen05.mma.cta_group::1") == "tcgen05+wgmma"
     assert mma_in_ptx("fma.rn.f32 // summa.sync") == ""
     assert mma_in_sass("/*0100*/ HMMA.16816.F32.BF16 R4, R8 ;") == "HMMA"
+
+
+@pytest.mark.parametrize("place", ["", "missing/out.json"])
+def test_results_that_cannot_be_written_are_refused_first(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bench.gpu import compile as tool
+
+    monkeypatch.setattr(tool, "run", lambda *args: pytest.fail("compiled"))
+    with pytest.raises(SystemExit) as stop:
+        tool.main(["--json", str(tmp_path / place)])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f"error: --json: cannot write {tmp_path / place}")
 
 
 @pytest.mark.parametrize(
@@ -215,3 +234,54 @@ def test_rows_that_failed_are_run_again(tmp_path: Path) -> None:
     assert again.has("a")
     assert not again.has("b")
     assert "ZeroDivisionError" in again.rows["b"]["error"]
+
+
+def test_a_failed_capture_names_its_cause_and_leaves_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: list[str] = ["own"]
+
+    @contextmanager
+    def graph(_: object) -> Iterator[None]:
+        streams.append("capture's")
+        try:
+            yield
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    for name, stand_in in {
+        "Stream": lambda: SimpleNamespace(wait_stream=lambda other: None),
+        "stream": lambda _: nullcontext(),
+        "current_stream": lambda: SimpleNamespace(name=streams[-1], wait_stream=lambda other: None),
+        "set_stream": lambda stream: streams.append(stream.name),
+        "CUDAGraph": object,
+        "graph": graph,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    calls = iter((None, None, ValueError("not in a capture")))
+
+    def run_it() -> None:
+        if (error := next(calls)) is not None:
+            raise error
+
+    assert measure.attempt(lambda: {"us": measure.capture(run_it)}) == {"error": "ValueError: not in a capture"}
+    assert streams == ["own", "capture's", "own"]
+
+
+def test_the_toolkit_of_a_wrapped_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch takes the folder above nvcc's; what setup.py does about it, without its setup()."""
+    (tool := tmp_path / "bin" / "nvcc").parent.mkdir()
+    tool.write_text(f"#!/bin/sh\necho '#$ TOP={tmp_path}/toolkit/bin/..' >&2\n")
+    tool.chmod(0o755)
+    code = ast.parse((ROOT / "setup.py").read_text())
+    code.body = [node for node in code.body if isinstance(node, ast.FunctionDef) and node.name == "find_toolkit"]
+    names = {"os": os, "re": re, "shutil": shutil, "subprocess": subprocess, "Path": Path}
+    exec(compile(code, "setup.py", "exec"), names)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_PATH", "/chosen")
+    names["find_toolkit"]()  # type: ignore[operator]
+    assert "CUDA_HOME" not in os.environ
+    monkeypatch.delenv("CUDA_PATH")
+    monkeypatch.setenv("CUDA_HOME", "")  # so that it is put back
+    names["find_toolkit"]()  # type: ignore[operator]
+    assert os.environ["CUDA_HOME"] == f"{tmp_path}/toolkit"
