@@ -61,12 +61,23 @@ class StateColumn(IntEnum):
     raise instead and leave it 0."""
 
 
+class StepError(IntEnum):
+    """Values of the column ERROR, as in csrc/common/state.h."""
+
+    NONE = 0
+    LAYOUT = 1
+    TOKEN = 2
+    CACHE_LENGTH = 3
+    PAGE_TABLE = 4
+    STATE = 5
+
+
 STEP_ERRORS = {
-    1: "the block layout breaks a rule",
-    2: "a token is outside the vocabulary",
-    3: "a cache length is out of range",
-    4: "the page table names a page outside the cache",
-    5: "a column of the decode state is out of range",
+    StepError.LAYOUT: "the block layout breaks a rule",
+    StepError.TOKEN: "a token is outside the vocabulary",
+    StepError.CACHE_LENGTH: "a cache length is out of range",
+    StepError.PAGE_TABLE: "the page table names a page outside the cache",
+    StepError.STATE: "a column of the decode state is out of range",
 }
 """What the codes of ``StateColumn.ERROR`` mean, as in csrc/common/state.h."""
 

@@ -60,6 +60,17 @@ py::dict state_columns() {
   return columns;
 }
 
+py::dict step_errors() {
+  py::dict errors;
+  errors["NONE"] = static_cast<int>(jacobi::kNoError);
+  errors["LAYOUT"] = static_cast<int>(jacobi::kLayoutError);
+  errors["TOKEN"] = static_cast<int>(jacobi::kTokenError);
+  errors["CACHE_LENGTH"] = static_cast<int>(jacobi::kCacheLengthError);
+  errors["PAGE_TABLE"] = static_cast<int>(jacobi::kPageTableError);
+  errors["STATE"] = static_cast<int>(jacobi::kStateError);
+  return errors;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_host, m) {
@@ -67,6 +78,7 @@ PYBIND11_MODULE(_host, m) {
   m.def("cpu_features", &cpu_features, "Names of CPU features that the kernels ask for, each with True or False.");
   m.def("build_report", &build_report,
         "Compiler, C++ standard, and whether the SIMDe build of the AVX-512 file is in.");
+  m.def("step_errors", &step_errors, "Name -> value of the state's column ERROR, as the C++ code has it.");
   m.def("state_columns", &state_columns, "Name -> column of the per-sequence decode state, as the C++ code has it.");
   jacobi::host::bind_grid_program(m);
 }

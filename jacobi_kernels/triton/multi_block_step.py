@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jacobi_kernels._ops import check_multi_block_step
-from jacobi_kernels.state import STATE_COLUMNS, StateColumn
+from jacobi_kernels.state import STATE_COLUMNS, StateColumn, StepError
 from jacobi_kernels.triton import rows as row_ops
 from jacobi_kernels.triton.argmax_verify import Sampling, verify
 from jacobi_kernels.triton.commit import commit
@@ -54,7 +54,8 @@ __all__ = ["compile_cases", "multi_block_step", "step_workspace_size"]
 
 OP = "multi_block_step"
 ERROR = tl.constexpr(int(StateColumn.ERROR))
-TOKEN_ERROR, STATE_ERROR = tl.constexpr(2), tl.constexpr(5)  # as enum StepError of csrc/common/state.h
+TOKEN_ERROR, STATE_ERROR = tl.constexpr(int(StepError.TOKEN)), tl.constexpr(int(StepError.STATE))
+LENGTH_ERROR = tl.constexpr(int(StepError.CACHE_LENGTH))
 LANES = 64
 
 
@@ -113,11 +114,14 @@ def check_kernel(  # type: ignore[no-untyped-def]
     )
     first = tl.minimum(tl.maximum(tl.load(cu_segments + b), 0), num_segments)
     end = tl.minimum(tl.load(cu_segments + b + 1), num_segments)
-    if error == 0:
+    if (error == 0) | (error == STATE_ERROR):  # the check of the state has looked at the layout before
         length, num_final = tl.load(segments + 4 * first + 1), tl.load(state + NUM_FINAL)
-        known = tl.load(cache_seqlens + b).to(tl.int64) + num_final
-        if (length > 0) & ((num_final < 1) | (num_final > length) | (known > tl.load(state + TEXT_LEN))):
+        used = tl.load(cache_seqlens + b).to(tl.int64)
+        if (length > 0) & ((num_final < 1) | (num_final > length)):
             error = STATE_ERROR + 0
+        elif (used < 0) | ((length > 0) & (used + num_final > tl.load(state + TEXT_LEN))):
+            error = LENGTH_ERROR + 0
+    if error == 0:
         strange = 0
         for s in range(first, end):
             start, length = tl.load(segments + 4 * s), tl.load(segments + 4 * s + 1)

@@ -18,10 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jacobi_kernels.state import StepError
 from jacobi_kernels.triton.runtime import CompileCase, launch
 
 OP = "plan_rows"
 ROWS, BLOCK = 64, 32
+
+LAYOUT_ERROR = tl.constexpr(int(StepError.LAYOUT))
+LENGTH_ERROR = tl.constexpr(int(StepError.CACHE_LENGTH))
+PAGE_ERROR = tl.constexpr(int(StepError.PAGE_TABLE))
 
 _START: tl.constexpr = tl.constexpr(0)  # columns of segments
 _LENGTH: tl.constexpr = tl.constexpr(1)
@@ -108,16 +113,16 @@ def _check_kernel(  # type: ignore[no-untyped-def]
             broken += tl.sum((inside & wrong).to(tl.int32))
             live_end = tl.maximum(live_end, tl.max(tl.where(inside & (length > 0), start + length - begin, 0)))
         if broken > 0:
-            code = 1
+            code = LAYOUT_ERROR + 0
     else:
-        code = 1
+        code = LAYOUT_ERROR + 0
     if code == 0:
         used = tl.load(cache_seqlens + b).to(tl.int64)
         if used < 0:
-            code = 3
+            code = LENGTH_ERROR + 0
         used += live_end
         if (capacity >= 0) & (used > capacity):
-            code = 3
+            code = LENGTH_ERROR + 0
         if CHECK_PAGES:
             needed = tl.where(code == 0, (used + page_size - 1) // page_size, 0).to(tl.int32)
             table = page_table + b.to(tl.int64) * (capacity // page_size)
@@ -127,7 +132,7 @@ def _check_kernel(  # type: ignore[no-untyped-def]
                 page = tl.load(table + i, mask=i < needed, other=0)
                 outside += tl.sum(((page < 0) | (page >= pages)).to(tl.int32))
             if outside > 0:
-                code = 4
+                code = PAGE_ERROR + 0
     tl.store(error + b, code)
 
 

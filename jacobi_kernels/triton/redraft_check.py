@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from jacobi_kernels.state import StateColumn
+from jacobi_kernels.state import StateColumn, StepError
 
 TEXT_LEN = tl.constexpr(int(StateColumn.TEXT_LEN))
 PROMPT_LEN = tl.constexpr(int(StateColumn.PROMPT_LEN))
@@ -21,8 +21,8 @@ POOL_NEXT = tl.constexpr(int(StateColumn.POOL_NEXT))
 POOL_START = tl.constexpr(int(StateColumn.POOL_START))
 DONE = tl.constexpr(int(StateColumn.DONE))
 
-LAYOUT_ERROR = tl.constexpr(1)  # as enum StepError of csrc/common/state.h
-STATE_ERROR = tl.constexpr(5)
+LAYOUT_ERROR = tl.constexpr(int(StepError.LAYOUT))
+STATE_ERROR = tl.constexpr(int(StepError.STATE))
 
 
 @triton.jit

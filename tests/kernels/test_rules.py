@@ -10,13 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jacobi_kernels import ops, reference
+from jacobi_kernels import _host, ops, reference
 from jacobi_kernels.layout import BlockLayout
 from jacobi_kernels.packing import pack_weight
-from jacobi_kernels.state import DecodeState, StateColumn
+from jacobi_kernels.state import DecodeState, StateColumn, StepError
 from tests.kernels.rules_twin import ToyDecoder, accept_twin, hash_model
 
 RULES = settings(deadline=None, max_examples=60)
+
+
+def test_python_and_cpp_name_the_same_columns_and_errors() -> None:
+    assert _host.state_columns() == {column.name: int(column) for column in StateColumn}
+    assert _host.step_errors() == {error.name: int(error) for error in StepError}
 
 
 @st.composite

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from jacobi_kernels import DecodeState, StateColumn, StepWeights, ops, pack_step_weights, reference
 from jacobi_kernels.sampling import row_seeds
+from jacobi_kernels.state import StepError
 from jacobi_kernels.triton.multi_block_step import multi_block_step, step_workspace_size
 from tests.kernels.helpers import assert_equal
 from tests.kernels.test_multi_block_step import VOCAB, Run, make_model, model_with_every_option
@@ -166,6 +167,16 @@ def test_filtered_sampling_gives_the_cpu_op_s_text(device: str) -> None:
     expected.finish()
     ours.finish()
     assert ours.state.generated(0) == expected.state.generated(0)
+
+
+@pytest.mark.parametrize("length", [-1, 10**6])
+def test_a_cache_length_out_of_range_is_named(length: int, device: str) -> None:
+    ours = Decoding(pack("llama"), Run(3, 1, 1), device)
+    ours.step()
+    ours.state.cache_seqlens[1] = length
+    ours.step()
+    assert ours.state.state[:, StateColumn.ERROR].tolist() == [0, StepError.CACHE_LENGTH]
+    assert int(ours.state.cache_seqlens[1]) == length
 
 
 @pytest.mark.parametrize("code", [1, 2, 3, 4, 5])
