@@ -65,7 +65,9 @@ const char* launch(const StepArgs& args, void* stream) {
   if (args.workspace_bytes < fill_program(args, model, p)) return "workspace is too small: see step_workspace_size";
   const auto on = static_cast<cudaStream_t>(stream);
   const cudaError_t error = model.wide() ? launch_as<float>(p, on) : launch_as<bfloat16>(p, on);
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  if (error == cudaSuccess) return nullptr;
+  cudaGetLastError();  // or the caller's next kernel, of whatever kind, would be said to have failed
+  return cudaGetErrorString(error);
 }
 
 }  // namespace jacobi::cuda
