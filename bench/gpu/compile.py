@@ -51,7 +51,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.json and (
+        args.json.is_dir() or not os.access(args.json if args.json.exists() else args.json.parent, os.W_OK)
+    ):
+        parser.error(f"--json: cannot write {args.json}")  # now, not minutes later
     os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported, here and in the workers
     for missing in missing_tools(args.triton_only):
         print(missing, file=sys.stderr)
@@ -185,4 +190,7 @@ def _figure(value: Any, field: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

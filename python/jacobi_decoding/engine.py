@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from jacobi_decoding.devices import interpreted, model_device, runs_triton
+from jacobi_decoding.devices import DeviceError, interpreted, model_device, runs_triton
 from jacobi_decoding.errors import UnsupportedModelError
 from jacobi_decoding.sampling import SamplingParams
 from jacobi_kernels.state import DecodeState, StateColumn
@@ -47,7 +47,10 @@ def choose_engine(model: Any, path: str, step_mode: str | None = None) -> tuple[
     from jacobi_decoding.module_engine import ModuleEngine
     from jacobi_decoding.step_engine import StepEngine
 
-    triton = runs_triton(model_device(model))
+    device = model_device(model)
+    triton = runs_triton(device)
+    if interpreted() and device.type == "cpu" and any(p.dtype != torch.float32 for p in model.parameters()):
+        raise DeviceError("JACOBI_BACKEND=triton: the interpreter computes float32 only; load the model in float32")
     if path == "modules":
         return ModuleEngine(model), "asked for"
     try:

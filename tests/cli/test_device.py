@@ -102,3 +102,9 @@ def test_triton_backend(jacobi: Callable[..., Result], tmp_path: Path, monkeypat
     launches = found["stats"]["launches"]
     assert launches["multi_block_step"] > 0
     assert min(launches.values()) > 0
+    result = jacobi(*command, "--dtype", "bfloat16")
+    assert result.code == 2
+    wanted_line = (
+        "jacobi: error: JACOBI_BACKEND=triton: the interpreter computes float32 only; load the model in float32"
+    )
+    assert result.err.splitlines() == [wanted_line]
