@@ -22,22 +22,28 @@ namespace jacobi::cpu {
 namespace {
 
 struct Entry {
-  Kernels kernels;
   bool supported;
+  Kernels kernels;
 };
+
+// Even making a table may take the instructions it is for.
+Entry entry(bool supported, Kernels (*table)(const char*), const char* name) {
+  return {supported, supported ? table(name) : Kernels{}};
+}
 
 // Widest first; SIMDe is for tests and never chosen by itself. __builtin_cpu_supports also asks the operating system
 // (XCR0) whether it saves the registers.
 Entry* entries(int* count) {
   static Entry list[] = {
 #ifdef JACOBI_X86
-      {jacobi_avx512::table("avx512"), __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")},
-      {jacobi_avx2::table("avx2"), __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
+      entry(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"),
+            jacobi_avx512::table, "avx512"),
+      entry(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"), jacobi_avx2::table, "avx2"),
 #endif
-      {jacobi_scalar::table("scalar"), true},
+      entry(true, jacobi_scalar::table, "scalar"),
 #ifdef JACOBI_HAVE_SIMDE
-      {jacobi_simde::table("simde"), true},
+      entry(true, jacobi_simde::table, "simde"),
 #endif
   };
   *count = sizeof list / sizeof list[0];
