@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .packing import pack_weight
 
-STEP_MAGIC = 0x4A41434F42490001  # "JACOBI", format 1
+STEP_MAGIC = 0x4A41434F42490002  # "JACOBI", format 2
 ALIGNMENT = 64
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -48,6 +48,8 @@ class DescriptorField(IntEnum):
     LM_HEAD = 18
     LM_HEAD_BIAS = 19
     BLOB_BYTES = 20
+    LM_HEAD_TYPE = 21
+    EMBEDDING_TYPE = 22
 
 
 class LayerField(IntEnum):
@@ -67,6 +69,10 @@ class LayerField(IntEnum):
     DOWN_BIAS = 11
     WINDOW = 12
     USE_ROPE = 13
+    QKV_TYPE = 14
+    ATTENTION_OUT_TYPE = 15
+    GATE_UP_TYPE = 16
+    DOWN_TYPE = 17
 
 
 @dataclass(frozen=True)
@@ -289,6 +295,8 @@ def pack_step_weights(tensors: Mapping[str, Tensor], config: StepConfig, dtype: 
         blob.add(pack_weight(head, name="lm_head.weight")),
         blob.add(source.optional("lm_head.bias", c.vocab_size)),
         -1,
+        DTYPES.index(dtype),
+        DTYPES.index(dtype),
     ]
     layers: list[int] = []
     for i in range(c.num_layers):
@@ -312,6 +320,7 @@ def pack_step_weights(tensors: Mapping[str, Tensor], config: StepConfig, dtype: 
             blob.add(source.stacked_bias(down, (c.hidden_size,))),
             int(c.windows[i]) if c.windows else -1,
             int(c.use_rope[i]) if c.use_rope else 1,
+            *[DTYPES.index(dtype)] * 4,
         ]
     header[DescriptorField.BLOB_BYTES] = blob.size
     return StepWeights(blob.tensor(), torch.tensor(header + layers, dtype=torch.int64))

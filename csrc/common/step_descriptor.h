@@ -1,17 +1,18 @@
 // The descriptor of packed step weights: int64 words that say what the blob holds and where; the same fields, in the
 // same order, as jacobi_kernels.step_weights. Floats are stored as the bits of a float32. Offsets are bytes into the
-// blob, multiples of 64, or -1 for what a model lacks.
+// blob, multiples of 64, or -1 for what a model lacks. Norms, biases and frequencies are float32, matrices are packed
+// (packed.h).
 #pragma once
 
 #include <cstdint>
 
 namespace jacobi {
 
-constexpr int64_t kStepMagic = 0x4A41434F42490001;  // "JACOBI", format 1
+constexpr int64_t kStepMagic = 0x4A41434F42490002;  // "JACOBI", format 2
 
 enum DescriptorField : int32_t {
   kMagic = 0,
-  kWeightType,    // 0 float32, 1 bfloat16: the matrices; norms and biases are float32
+  kWeightType,    // WeightType that was asked for. f32, bf16: of every matrix; int8, int4: matrices may differ
   kLayers,        // number of layers
   kHidden,        // hidden size
   kHeads,         // query heads
@@ -26,11 +27,13 @@ enum DescriptorField : int32_t {
   kLogitScale,    // float bits
   kLogitSoftcap,  // float bits, 0: off
   kInvFreq,       // float32 [kRopeDim / 2]
-  kEmbedding,     // [vocab, hidden] rows, or -1: tied to the head
+  kEmbedding,     // [vocab, hidden], rows of f32 or bf16, or packed; -1: tied to the head
   kFinalNorm,     // float32 [hidden]
-  kLmHead,        // packed [ceil(vocab / 16), hidden, 16]
+  kLmHead,        // packed [vocab, hidden]
   kLmHeadBias,    // float32 [vocab] or -1
   kBlobBytes,     // size of the blob
+  kLmHeadType,    // WeightType
+  kEmbeddingType,
   kHeaderFields,
 };
 
@@ -49,6 +52,10 @@ enum LayerField : int32_t {
   kDownBias,           // float32 [hidden] or -1
   kWindow,             // earlier keys seen, -1: all (not an offset)
   kUseRope,            // 1 or 0 (not an offset)
+  kQkvType,            // WeightType of the matrices
+  kAttentionOutType,
+  kGateUpType,
+  kDownType,
   kLayerFields,
 };
 

@@ -24,12 +24,14 @@ inline void append_values(const void* from, DType from_type, void* to, DType to_
     kernels().narrow(static_cast<const float*>(from), to, to_type, n);
 }
 
-// k_cache and v_cache: the memory that a.k and a.v name; layout, strides and lengths as in `a`.
-inline void append_kv(const AttentionArgs& a, const NewRows& rows, void* k_cache, void* v_cache) {
+// Rows [begin, end). k_cache and v_cache: the memory that a.k and a.v name; layout, strides and lengths as in `a`.
+inline void append_kv(const AttentionArgs& a, const NewRows& rows, void* k_cache, void* v_cache, int64_t begin,
+                      int64_t end) {
   const int64_t from_size = size_of(rows.type), to_size = size_of(a.kv_type);
   for (int64_t b = 0; b < a.batch; ++b)
-    for (int32_t s = a.cu_segments[b]; s < a.cu_segments[b + 1]; ++s)
-      for (int64_t row = a.segments[s].start; row < a.segments[s].start + a.segments[s].length; ++row) {
+    for (int32_t s = a.cu_segments[b]; s < a.cu_segments[b + 1]; ++s) {
+      const int64_t first = a.segments[s].start, behind = first + a.segments[s].length;
+      for (int64_t row = first > begin ? first : begin; row < behind && row < end; ++row) {
         const int64_t slot = a.cache_seqlens[b] + row - a.cu_seqlens_q[b];
         const int64_t base = a.page_table == nullptr
                                  ? b * a.kv_batch_stride + slot * a.kv_row_stride
@@ -43,6 +45,7 @@ inline void append_kv(const AttentionArgs& a, const NewRows& rows, void* k_cache
                         static_cast<char*>(v_cache) + at, a.kv_type, a.head_dim);
         }
       }
+    }
 }
 
 }  // namespace jacobi::cpu

@@ -78,15 +78,24 @@ inline int64_t attention_workspace(const AttentionArgs& args, int64_t threads) {
   return static_cast<int64_t>(arena.used()) + 64;
 }
 
-// `workspace`: attention_workspace(args, thread_count()) bytes, free again afterwards. `units` and all that follows in
-// `args` is filled in here.
-inline void run_attention(AttentionArgs args, void* workspace) {
-  const int64_t threads = thread_count(), scratch_bytes = kernels().attention_scratch(args);
+// A planned call: what the threads that take part share.
+struct AttentionRun {
+  AttentionArgs args;
+  char* scratch;
+  int64_t scratch_bytes;  // per thread
+  int64_t items, parts;   // parts: threads that are worth it
+  std::atomic<int64_t> next;
+};
+
+// Plans for at most `threads` threads. `workspace`: attention_workspace(args, thread_count()) bytes, free again when
+// all have run.
+inline void plan_run(AttentionRun& run, AttentionArgs args, int64_t threads, void* workspace) {
+  run.scratch_bytes = kernels().attention_scratch(args);
   Arena arena(reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(workspace) + 63) / 64 * 64),
               static_cast<size_t>(attention_workspace(args, threads)) - 64);
   AttentionUnit* units = arena.take<AttentionUnit>(max_units(args));
   args.pending = arena.take<int32_t>(max_units(args));
-  char* scratch = arena.take<char>(threads * scratch_bytes);
+  run.scratch = arena.take<char>(threads * run.scratch_bytes);
   args.partial = reinterpret_cast<float*>(arena.take<char>(kAttentionPartialBytes));
 
   const int64_t group = args.heads / args.kv_heads, padded = (args.head_dim + 15) / 16 * 16;
@@ -106,13 +115,26 @@ inline void run_attention(AttentionArgs args, void* workspace) {
   args.unit_count = plan.units;
   for (int64_t u = 0; u < plan.units; ++u) args.pending[u] = static_cast<int32_t>(args.splits);
 
-  const int64_t items = plan.units * args.splits, useful = plan.work / kAttentionGrain + 1;
-  const int64_t parts = useful < threads ? (useful < items ? useful : items) : (threads < items ? threads : items);
-  std::atomic<int64_t> next{0};
-  parallel_for(parts, 1, [&](int64_t begin, int64_t) {
-    for (int64_t item = next++; item < items; item = next++)
-      kernels().attention(args, scratch + begin * scratch_bytes, item, item + 1);
-  });
+  const int64_t useful = plan.work / kAttentionGrain + 1;
+  run.items = plan.units * args.splits;
+  const int64_t most = threads < run.items ? threads : run.items;
+  run.parts = useful < most ? useful : most;
+  run.args = args;
+  run.next.store(0, std::memory_order_relaxed);
+}
+
+// What thread `part` does.
+inline void run_part(AttentionRun& run, int64_t part) {
+  if (part >= run.parts) return;
+  for (int64_t item = run.next++; item < run.items; item = run.next++)
+    kernels().attention(run.args, run.scratch + part * run.scratch_bytes, item, item + 1);
+}
+
+// `units` and all that follows in `args` is filled in here.
+inline void run_attention(const AttentionArgs& args, void* workspace) {
+  AttentionRun run;
+  plan_run(run, args, thread_count(), workspace);
+  parallel_for(run.parts, 1, [&](int64_t begin, int64_t) { run_part(run, begin); });
 }
 
 }  // namespace jacobi::cpu

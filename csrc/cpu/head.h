@@ -51,8 +51,7 @@ inline void logit_transform(float* logits, int64_t n, float scale, float softcap
 // b wins over a: larger, or NaN where a is none
 inline mask wins(vec b, vec a) { return either(gt(b, a), and_not(is_nan(b), is_nan(a))); }
 
-template <class W>
-void head_as(const HeadArgs& a, HeadBest* best, int64_t begin, int64_t end) {
+inline void head(const HeadArgs& a, HeadBest* best, int64_t begin, int64_t end) {
   auto sink = [&](int64_t row, int64_t panel, vec logit) {
     const int64_t column = 16 * panel, left = a.vocab - column;
     if (a.bias != nullptr) logit = add(logit, load_bias(a.bias, a.bias_type, column, left));
@@ -73,11 +72,7 @@ void head_as(const HeadArgs& a, HeadBest* best, int64_t begin, int64_t end) {
     store(b.value, select(better, logit, value));
     istore(b.id, select(better, id, iload(b.id)));
   };
-  gemm(a.x, a.k, a.rows, static_cast<const W*>(a.w), a.k, begin, end, sink);
-}
-
-inline void head(const HeadArgs& a, HeadBest* best, int64_t begin, int64_t end) {
-  a.w_type == DType::f32 ? head_as<float>(a, best, begin, end) : head_as<uint16_t>(a, best, begin, end);
+  with_weights(a.w, a.w_type, [&](auto w) { gemm(a.x, a.k, a.rows, w, a.k, begin, end, sink); });
 }
 
 // Running winner by (value, lowest id), NaN largest. Starts below every logit; all logits -inf: token 0, as argmax

@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include "common/layout.h"
+#include "common/packed.h"
 
 namespace jacobi::cpu {
 
@@ -14,18 +15,19 @@ enum class DType : int32_t { f32 = 0, bf16 = 1 };
 
 inline int64_t size_of(DType t) { return t == DType::f32 ? 4 : 2; }
 
-// y = x W^T + bias. W is packed in panels of 16 columns: w[panel][k][16], zero padded.
+// y = x W^T + bias, or y += x W^T + bias. W is packed (packed.h).
 struct LinearArgs {
   const float* x;  // [rows, k], row stride x_stride
   int64_t x_stride;
   int64_t rows, k, n;
-  const void* w;  // [ceil(n / 16), k, 16] of w_type
-  DType w_type;
+  const void* w;
+  WeightType w_type;
   const void* bias;  // [n] of bias_type, or null
   DType bias_type;
   void* y;  // [rows, n] of y_type, row stride y_stride
   DType y_type;
   int64_t y_stride;
+  bool accumulate;
 };
 
 enum class Activation : int32_t { silu, gelu, gelu_tanh, quick_gelu, relu, relu2, sigmoid, tanh };
@@ -43,8 +45,8 @@ struct Sampler {
 struct HeadArgs {
   const float* x;  // [rows, k] contiguous
   int64_t rows, k, vocab;
-  const void* w;  // packed panels
-  DType w_type;
+  const void* w;  // packed
+  WeightType w_type;
   const void* bias;  // [vocab] or null
   DType bias_type;
   float scale, softcap;     // logit = softcap(scale * (x.w + bias)); softcap 0: off
@@ -97,7 +99,7 @@ struct AttentionArgs {
   float scale, softcap;
   int64_t window;    // earlier keys seen, -1: all
   bool leave_holes;  // true: rows that no segment covers are not written
-  // Filled by run_attention: unit_count units; each is `splits` items, one per span, or a single one when splits is 1.
+  // Filled by plan_run: unit_count units; each is `splits` items, one per span, or a single one when splits is 1.
   const AttentionUnit* units;
   int64_t unit_count, splits;
   float* partial;  // [unit_count, splits, partial_stride] results of the spans when splits > 1
@@ -133,6 +135,8 @@ struct Kernels {
   const char* name;
   // panels [begin, end) of y = x W^T + bias
   void (*linear)(const LinearArgs&, int64_t begin, int64_t end);
+  // y [k] = column `column` of a packed matrix, as floats
+  void (*column)(const void* w, WeightType, int64_t k, int64_t column, float* y);
   // panels [begin, end) of the logits, folded into best[rows] (which the caller initialises with head_init)
   void (*head)(const HeadArgs&, HeadBest* best, int64_t begin, int64_t end);
   // the tokens of best[parts][rows], whose parts are disjoint ranges of panels
@@ -149,7 +153,7 @@ struct Kernels {
   void (*rms_norm)(const float* x, const void* weight, DType weight_type, float eps, float* y, int64_t n);
   void (*widen)(const void* x, DType, float* y, int64_t n);   // to float
   void (*narrow)(const float* x, void* y, DType, int64_t n);  // from float, one rounding
-  // bytes of scratch per thread, and items [begin, end) of attention; called by run_attention
+  // bytes of scratch per thread, and items [begin, end) of attention; called by attention_run.h
   int64_t (*attention_scratch)(const AttentionArgs&);
   void (*attention)(const AttentionArgs&, void* scratch, int64_t begin, int64_t end);
   // bytes of scratch per thread, and units [begin, end) of batch * kv_heads

@@ -5,9 +5,9 @@
 
 namespace jacobi::cpu {
 
-enum Phase : int32_t { kLinear, kNormRope, kAttention, kActivation, kVerify, kCommit, kRedraft, kPhases };
+enum Phase : int32_t { kLinear, kNormRope, kAttention, kVerify, kCommit, kRedraft, kPhases };
 
-// One step at a time is timed; steps on several threads mix their times, nothing else.
+// Kept by one thread of a team. Steps at the same time mix their times, nothing else.
 inline double phase_seconds[kPhases];
 
 inline double now() {
@@ -19,13 +19,17 @@ inline double now() {
 // Adds the time since construction, or since the last call, to a phase.
 class PhaseClock {
  public:
+  explicit PhaseClock(bool keep = true) : keep_(keep) {}
+
   void charge(Phase phase) {
+    if (!keep_) return;
     const double time = now();
     phase_seconds[phase] += time - last_;
     last_ = time;
   }
 
  private:
+  bool keep_;
   double last_ = now();
 };
 

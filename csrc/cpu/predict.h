@@ -6,13 +6,13 @@
 #include "common/accept.h"
 #include "cpu/arena.h"
 #include "cpu/kernels.h"
-#include "cpu/parallel.h"
+#include "cpu/team.h"
 
 namespace jacobi::cpu {
 
 struct Head {
-  const void* weight;  // packed [ceil(vocab / 16), hidden, 16]
-  DType weight_type;
+  const void* weight;  // packed [vocab, hidden]
+  WeightType weight_type;
   const void* bias;  // [vocab] or null
   DType bias_type;
   int64_t vocab, hidden;
@@ -57,11 +57,11 @@ struct VerifyArgs {
 
 // Logits of `rows` rows (float, contiguous) into scratch, then one filtered sample each.
 inline void sample_filtered_rows(const Head& head, const float* x, int64_t rows, const Sampler* samplers, float* logits,
-                                 int32_t* order, int32_t* tokens) {
+                                 int32_t* order, int32_t* tokens, Team& team) {
   const LinearArgs args{x,         head.hidden,    rows,   head.hidden, head.vocab, head.weight, head.weight_type,
-                        head.bias, head.bias_type, logits, DType::f32,  head.vocab};
-  parallel_for((head.vocab + 15) / 16, 8, [&](int64_t begin, int64_t end) { kernels().linear(args, begin, end); });
-  parallel_for(rows, 1, [&](int64_t begin, int64_t end) {
+                        head.bias, head.bias_type, logits, DType::f32,  head.vocab, false};
+  team.split((head.vocab + 15) / 16, [&](int64_t begin, int64_t end) { kernels().linear(args, begin, end); });
+  team.split(rows, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       float* row = logits + r * head.vocab;
       kernels().logit_transform(row, head.vocab, head.scale, head.softcap);
@@ -71,25 +71,22 @@ inline void sample_filtered_rows(const Head& head, const float* x, int64_t rows,
 }
 
 // Tokens of `rows` gathered rows. Rows with top-k or top-p must come last, from `plain` on.
+// best: HeadBest [team.size(), plain].
 inline void predict_rows(const Head& head, const float* x, int64_t rows, int64_t plain, const Sampler* samplers,
-                         float* scratch, int64_t scratch_rows, Arena& arena, int32_t* tokens) {
-  const int64_t panels = (head.vocab + 15) / 16, parts = thread_count() < panels ? thread_count() : panels;
-  HeadBest* best = arena.take<HeadBest>(parts * plain);
-  if (plain > 0 && best != nullptr) {
-    head_init(best, parts * plain);
+                         float* scratch, int64_t scratch_rows, HeadBest* best, int32_t* tokens, Team& team) {
+  if (plain > 0) {
     const HeadArgs args{x,         plain,          head.hidden, head.vocab,   head.weight, head.weight_type,
                         head.bias, head.bias_type, head.scale,  head.softcap, samplers};
-    parallel_for(parts, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t part = begin; part < end; ++part)
-        kernels().head(args, best + part * plain, panels * part / parts, panels * (part + 1) / parts);
-    });
-    kernels().head_finish(best, parts, plain, tokens);
+    head_init(best + team.rank() * plain, plain);
+    team.split((head.vocab + 15) / 16,
+               [&](int64_t begin, int64_t end) { kernels().head(args, best + team.rank() * plain, begin, end); });
+    team.single([&] { kernels().head_finish(best, team.size(), plain, tokens); });
   }
   const int64_t batch = scratch_rows / 2;  // one scratch row for the logits, one for the order of tokens
   for (int64_t row = plain; row < rows; row += batch) {
     const int64_t count = rows - row < batch ? rows - row : batch;
     sample_filtered_rows(head, x + row * head.hidden, count, samplers + row, scratch,
-                         reinterpret_cast<int32_t*>(scratch + batch * head.vocab), tokens + row);
+                         reinterpret_cast<int32_t*>(scratch + batch * head.vocab), tokens + row, team);
   }
 }
 
@@ -98,22 +95,15 @@ inline bool needs_prediction(const Layout& layout, int32_t segment, int32_t inde
   return index >= num_final - 1 || predecessor_row(layout.segments, segment) >= 0;
 }
 
-// Predictions of every live row that needs one, -1 elsewhere; then the longest accepted path of every sequence.
-inline void verify(const Head& head, const VerifyArgs& a, Arena& arena) {
+// The rows that need a prediction.
+struct Wanted {
+  int64_t rows, plain;  // those with top-k or top-p come last, from `plain` on
+};
+
+inline Wanted gather_wanted(const VerifyArgs& a, int32_t* row_of, Sampler* samplers) {
   const Layout& layout = a.layout;
-  int32_t* row_of = arena.take<int32_t>(layout.rows);
-  int32_t* tokens = arena.take<int32_t>(layout.rows);
-  int32_t* accepted_of_segment = arena.take<int32_t>(layout.num_segments);
-  Sampler* samplers = arena.take<Sampler>(layout.rows);
-  float* x = arena.take<float>(layout.rows * head.hidden);
-  const int64_t parts = thread_count();
-  if (x == nullptr) {  // only counting, or too small: predict_rows takes at most this
-    arena.take<HeadBest>(parts * layout.rows);
-    return;
-  }
-  for (int32_t r = 0; r < layout.rows; ++r) a.predictions[r] = -1;
-  int64_t rows = 0, plain = 0;
-  for (int pass = 0; pass < 2; ++pass) {  // rows with top-k or top-p come last
+  Wanted wanted{0, 0};
+  for (int pass = 0; pass < 2; ++pass) {
     const bool filtered = pass == 1;
     for (int32_t b = 0; b < layout.batch; ++b) {
       const int32_t num_final = a.num_final != nullptr ? a.num_final[b * a.num_final_stride] : 1;
@@ -123,30 +113,52 @@ inline void verify(const Head& head, const VerifyArgs& a, Arena& arena) {
         const int32_t before = a.cache_seqlens[b] + path_length_before(layout.segments, s);
         for (int32_t i = 0; i < segment.length; ++i) {
           if (!needs_prediction(layout, s, i, num_final)) continue;
-          samplers[rows] = a.sampling.of(b, before + i + 1);
-          row_of[rows++] = segment.start + i;
+          samplers[wanted.rows] = a.sampling.of(b, before + i + 1);
+          row_of[wanted.rows++] = segment.start + i;
         }
       }
     }
-    if (!filtered) plain = rows;
+    if (!filtered) wanted.plain = wanted.rows;
   }
-  const int64_t width = head.hidden * size_of(a.hidden_type);
-  for (int64_t i = 0; i < rows; ++i)
-    kernels().widen(static_cast<const char*>(a.hidden) + row_of[i] * width, a.hidden_type, x + i * head.hidden,
-                    head.hidden);
-  predict_rows(head, x, rows, plain, samplers, a.logits_scratch, a.scratch_rows, arena, tokens);
-  for (int64_t i = 0; i < rows; ++i) a.predictions[row_of[i]] = tokens[i];
+  return wanted;
+}
 
-  for (int32_t b = 0; b < layout.batch; ++b) {
-    const int32_t first = layout.cu_segments[b];
-    const AcceptResult result = accept_sequence(
-        {layout.segments, first, layout.cu_segments[b + 1], layout.cu_seqlens_q[b], layout.cu_seqlens_q[b + 1],
-         a.tokens, a.predictions, a.num_final != nullptr ? a.num_final[b * a.num_final_stride] : 1,
-         accepted_of_segment + first, a.accepted_rows});
-    a.num_accepted[b] = result.num_accepted;
-    a.winner[b] = result.winner;
-    a.fixed_point[b] = result.fixed_point;
-  }
+// Predictions of every live row that needs one, -1 elsewhere; then the longest accepted path of every sequence. Called
+// by all of a team, each with its own copy of `arena`.
+inline void verify(const Head& head, const VerifyArgs& a, Arena& arena, Team& team) {
+  const Layout& layout = a.layout;
+  int32_t* row_of = arena.take<int32_t>(layout.rows);
+  int32_t* tokens = arena.take<int32_t>(layout.rows);
+  int32_t* accepted_of_segment = arena.take<int32_t>(layout.num_segments);
+  Sampler* samplers = arena.take<Sampler>(layout.rows);
+  float* x = arena.take<float>(layout.rows * head.hidden);
+  Wanted* wanted = arena.take<Wanted>(1);
+  HeadBest* best = arena.take<HeadBest>(thread_count() * layout.rows);
+  if (best == nullptr) return;  // only counting, or too small
+  team.single([&] {
+    for (int32_t r = 0; r < layout.rows; ++r) a.predictions[r] = -1;
+    *wanted = gather_wanted(a, row_of, samplers);
+  });
+  const int64_t width = head.hidden * size_of(a.hidden_type), rows = wanted->rows;
+  team.split(rows, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      kernels().widen(static_cast<const char*>(a.hidden) + row_of[i] * width, a.hidden_type, x + i * head.hidden,
+                      head.hidden);
+  });
+  predict_rows(head, x, rows, wanted->plain, samplers, a.logits_scratch, a.scratch_rows, best, tokens, team);
+  team.single([&] {
+    for (int64_t i = 0; i < rows; ++i) a.predictions[row_of[i]] = tokens[i];
+    for (int32_t b = 0; b < layout.batch; ++b) {
+      const int32_t first = layout.cu_segments[b];
+      const AcceptResult result = accept_sequence(
+          {layout.segments, first, layout.cu_segments[b + 1], layout.cu_seqlens_q[b], layout.cu_seqlens_q[b + 1],
+           a.tokens, a.predictions, a.num_final != nullptr ? a.num_final[b * a.num_final_stride] : 1,
+           accepted_of_segment + first, a.accepted_rows});
+      a.num_accepted[b] = result.num_accepted;
+      a.winner[b] = result.winner;
+      a.fixed_point[b] = result.fixed_point;
+    }
+  });
 }
 
 }  // namespace jacobi::cpu

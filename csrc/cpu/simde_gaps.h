@@ -68,3 +68,23 @@ inline simde__m256i gap_mm512_cvtepi32_epi16(simde__m512i x) {
   return reinterpret_lanes<simde__m256i>(r);
 }
 #endif
+
+#ifndef _mm512_cvtepu8_epi32
+#define _mm512_cvtepu8_epi32 gap_mm512_cvtepu8_epi32
+inline simde__m512i gap_mm512_cvtepu8_epi32(simde__m128i x) {
+  const auto lanes = reinterpret_lanes<Lanes<uint8_t, 16>>(x);
+  Lanes<int32_t, 16> r;
+  for (int i = 0; i < 16; ++i) r.v[i] = lanes.v[i];
+  return reinterpret_lanes<simde__m512i>(r);
+}
+#endif
+
+#ifndef _mm512_cvtepi8_epi32
+#define _mm512_cvtepi8_epi32 gap_mm512_cvtepi8_epi32
+inline simde__m512i gap_mm512_cvtepi8_epi32(simde__m128i x) {
+  const auto lanes = reinterpret_lanes<Lanes<int8_t, 16>>(x);
+  Lanes<int32_t, 16> r;
+  for (int i = 0; i < 16; ++i) r.v[i] = lanes.v[i];
+  return reinterpret_lanes<simde__m512i>(r);
+}
+#endif

@@ -5,10 +5,14 @@
 //
 // Activations are float32 whatever the weights are; keys and values are rounded to the type of the cache. Holes of the
 // layout cost nothing: the rows are compacted first, and the cache slot of a row is its place among the live rows.
-// Scratch comes from the caller's workspace (Arena); counting and running walk the same code.
+// One thread team walks through all of it (team.h): eight barriers a layer. Scratch comes from the caller's workspace
+// (Arena); counting and running walk the same code, and every thread takes the same pieces from its own copy of the
+// arena.
 #pragma once
 
 #include <math.h>
+
+#include <new>
 
 #include "common/redraft.h"
 #include "cpu/append.h"
@@ -16,6 +20,7 @@
 #include "cpu/commit.h"
 #include "cpu/phase_clock.h"
 #include "cpu/step_model.h"
+#include "cpu/team.h"
 
 namespace jacobi::cpu {
 
@@ -50,11 +55,9 @@ struct StepResult {
 struct LiveRows {
   Layout layout;
   int32_t *slot, *token, *position;  // [live]: row of the fixed layout, token, position on its path
-  int64_t count = 0;
 };
 
-inline LiveRows compact(const StepArgs& a, Arena& arena) {
-  const Layout& from = a.layout;
+inline LiveRows take_live_rows(const Layout& from, Arena& arena) {
   LiveRows live;
   live.slot = arena.take<int32_t>(from.rows);
   live.token = arena.take<int32_t>(from.rows);
@@ -62,49 +65,53 @@ inline LiveRows compact(const StepArgs& a, Arena& arena) {
   int32_t* cu_seqlens_q = arena.take<int32_t>(from.batch + 1);
   Segment* segments = arena.take<Segment>(from.num_segments);
   live.layout = {cu_seqlens_q, segments, from.cu_segments, from.batch, from.rows, from.num_segments};
-  if (segments == nullptr) return live;
+  return live;
+}
+
+inline void compact(const StepArgs& a, const LiveRows& live) {
+  const Layout& from = a.layout;
+  int32_t* cu_seqlens_q = const_cast<int32_t*>(live.layout.cu_seqlens_q);
+  Segment* segments = const_cast<Segment*>(live.layout.segments);
+  int32_t count = 0;
   cu_seqlens_q[0] = 0;
   for (int32_t b = 0; b < from.batch; ++b) {
     for (int32_t s = from.cu_segments[b]; s < from.cu_segments[b + 1]; ++s) {
       const Segment& segment = from.segments[s];
       const int32_t before = a.cache.seqlens[b] + path_length_before(from.segments, s);
-      segments[s] = {static_cast<int32_t>(live.count), segment.length, segment.parent, segment.visible};
+      segments[s] = {count, segment.length, segment.parent, segment.visible};
       for (int32_t i = 0; i < segment.length; ++i) {
-        live.slot[live.count] = segment.start + i;
-        live.token[live.count] = a.tokens[segment.start + i];
-        live.position[live.count++] = before + i;
+        live.slot[count] = segment.start + i;
+        live.token[count] = a.tokens[segment.start + i];
+        live.position[count++] = before + i;
       }
     }
-    cu_seqlens_q[b + 1] = static_cast<int32_t>(live.count);
+    cu_seqlens_q[b + 1] = count;
   }
-  live.layout.rows = static_cast<int32_t>(live.count);
-  return live;
 }
 
-// y = x W^T + bias, everything float but the weights
-inline void run_linear(const float* x, int64_t rows, int64_t k, const void* w, DType w_type, const float* bias,
-                       float* y, int64_t n) {
-  const LinearArgs args{x, k, rows, k, n, w, w_type, bias, DType::f32, y, DType::f32, n};
-  parallel_for((n + 15) / 16, 1 + 8192 / k, [&](int64_t begin, int64_t end) { kernels().linear(args, begin, end); });
-}
+// Panels [begin, end) of y = x W^T + bias, or y +=; everything float but the weights.
+struct Product {
+  const float* x;
+  int64_t rows, k;
+  Matrix w;
+  const float* bias;
+  float* y;
+  int64_t n;
+  bool accumulate = false;
 
-inline void run_norm(const float* x, const float* weight, float eps, float* y, int64_t rows, int64_t n) {
-  parallel_for(rows, 16, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) kernels().rms_norm(x + r * n, weight, DType::f32, eps, y + r * n, n);
-  });
-}
+  int64_t panels() const { return (n + kPanel - 1) / kPanel; }
+  void operator()(int64_t begin, int64_t end) const {
+    kernels().linear({x, k, rows, k, n, w.data, w.type, bias, DType::f32, y, DType::f32, n, accumulate}, begin, end);
+  }
+};
 
-// cos and sin of every live row's angles. The angle is a float32 product, as in the models' own code.
-inline void rotary_table(const StepModel& m, const LiveRows& live, float* cosine, float* sine) {
-  const int64_t half = m.rope_dim() / 2;
-  parallel_for(live.count, 16, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r)
-      for (int64_t i = 0; i < half; ++i) {
-        const float angle = static_cast<float>(live.position[r]) * m.inv_freq()[i];
-        cosine[r * half + i] = static_cast<float>(cos(static_cast<double>(angle))) * m.rope_scale();
-        sine[r * half + i] = static_cast<float>(sin(static_cast<double>(angle))) * m.rope_scale();
-      }
-  });
+// cos and sin of a row's angles. The angle is a float32 product, as in the models' own code.
+inline void rotary_row(const StepModel& m, int32_t position, float* cosine, float* sine) {
+  for (int64_t i = 0; i < m.rope_dim() / 2; ++i) {
+    const float angle = static_cast<float>(position) * m.inv_freq()[i];
+    cosine[i] = static_cast<float>(cos(static_cast<double>(angle))) * m.rope_scale();
+    sine[i] = static_cast<float>(sin(static_cast<double>(angle))) * m.rope_scale();
+  }
 }
 
 // Rotates one head in place: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), halves of the rotated dimensions.
@@ -116,19 +123,15 @@ inline void rotate(float* x, const float* cosine, const float* sine, int64_t hal
   }
 }
 
-// Norms of q and k per head, then rotation, in the rows of qkv.
-inline void prepare_heads(const StepModel& m, const StepLayer& layer, float* qkv, int64_t rows, const float* cosine,
+// Norms of q and k per head, then rotation, in one row of qkv.
+inline void prepare_heads(const StepModel& m, const StepLayer& layer, float* qkv, const float* cosine,
                           const float* sine) {
-  const int64_t dim = m.head_dim(), half = m.rope_dim() / 2, heads = m.heads() + m.kv_heads();
-  parallel_for(rows, 4, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r)
-      for (int64_t h = 0; h < heads; ++h) {
-        float* x = qkv + r * m.qkv_size() + h * dim;
-        const float* norm = h < m.heads() ? layer.q_norm : layer.k_norm;
-        if (norm != nullptr) kernels().rms_norm(x, norm, DType::f32, m.norm_eps(), x, dim);
-        if (layer.use_rope) rotate(x, cosine + r * half, sine + r * half, half);
-      }
-  });
+  for (int64_t h = 0; h < m.heads() + m.kv_heads(); ++h) {
+    float* x = qkv + h * m.head_dim();
+    const float* norm = h < m.heads() ? layer.q_norm : layer.k_norm;
+    if (norm != nullptr) kernels().rms_norm(x, norm, DType::f32, m.norm_eps(), x, m.head_dim());
+    if (layer.use_rope) rotate(x, cosine, sine, m.rope_dim() / 2);
+  }
 }
 
 // The attention call of one layer, over its slice of the cache.
@@ -167,59 +170,94 @@ inline AttentionArgs attention_args(const StepModel& m, const StepLayer& layer, 
   return args;
 }
 
-inline void append_and_attend(const StepModel& m, const StepLayer& layer, int64_t index, const StepArgs& a,
-                              const LiveRows& live, const float* qkv, float* out, void* workspace) {
-  const AttentionArgs args = attention_args(m, layer, index, a, live.layout, qkv, out);
-  const NewRows rows{qkv + m.q_size(), qkv + m.q_size() + m.kv_size(), DType::f32, m.qkv_size(), m.qkv_size()};
-  append_kv(args, rows, const_cast<void*>(args.k), const_cast<void*>(args.v));
-  run_attention(args, workspace);
+// product = silu(gate) * up. The columns of gate and up that belong together are made by one thread, some panels at a
+// time while they are in its cache; where a panel holds both of gate's and up's, all of the product comes first.
+inline void gated(const Product& gate_up, float* product, int64_t ffn, Team& team) {
+  constexpr int64_t kChunk = 8;  // panels
+  const auto multiply = [&](int64_t row, int64_t begin, int64_t end) {
+    const float* gate = gate_up.y + row * 2 * ffn;
+    kernels().silu_mul(gate + begin, gate + ffn + begin, product + row * ffn + begin, end - begin);
+  };
+  if (ffn % kPanel == 0) {
+    const int64_t panels = ffn / kPanel;
+    team.split(panels, [&](int64_t begin, int64_t end) {
+      for (int64_t p = begin; p < end; p += kChunk) {
+        const int64_t stop = p + kChunk < end ? p + kChunk : end;
+        gate_up(p, stop);
+        gate_up(panels + p, panels + stop);
+        for (int64_t r = 0; r < gate_up.rows; ++r) multiply(r, p * kPanel, stop * kPanel);
+      }
+    });
+  } else {
+    team.split(gate_up.panels(), gate_up);
+    team.split(gate_up.rows, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) multiply(r, 0, ffn);
+    });
+  }
 }
 
 // Final hidden states of the live rows into x [rows, hidden]. While counting, layout.rows is the number of slots.
-inline void forward(const StepModel& m, const StepArgs& a, const LiveRows& live, float* x, Arena& arena) {
-  const int64_t rows = live.layout.rows, hidden = m.hidden(), ffn = m.ffn();
-  const DType type = m.weight_type();
-  float* normed = arena.take<float>(rows * hidden);
-  float* qkv = arena.take<float>(rows * m.qkv_size());
-  float* heads = arena.take<float>(rows * m.q_size());
-  float* gate_up = arena.take<float>(rows * 2 * ffn);
-  float* product = arena.take<float>(rows * ffn);
-  float* cosine = arena.take<float>(rows * m.rope_dim() / 2);
-  float* sine = arena.take<float>(rows * m.rope_dim() / 2);
+inline void forward(const StepModel& m, const StepArgs& a, const LiveRows& live, float* x, Arena& arena, Team& team) {
+  const int64_t most = a.layout.rows, hidden = m.hidden(), ffn = m.ffn(), half = m.rope_dim() / 2;
+  float* normed = arena.take<float>(most * hidden);
+  float* qkv = arena.take<float>(most * m.qkv_size());
+  float* heads = arena.take<float>(most * m.q_size());
+  float* gate_up = arena.take<float>(most * 2 * ffn);
+  float* product = arena.take<float>(most * ffn);
+  float* cosine = arena.take<float>(most * half);
+  float* sine = arena.take<float>(most * half);
+  AttentionRun* run = arena.take<AttentionRun>(1);
+  Layout widest = live.layout;
+  widest.rows = a.layout.rows;
   char* attention = arena.take<char>(
-      attention_workspace(attention_args(m, StepLayer{}, 0, a, live.layout, nullptr, nullptr), thread_count()));
+      attention_workspace(attention_args(m, StepLayer{}, 0, a, widest, nullptr, nullptr), thread_count()));
   if (attention == nullptr) return;
 
-  for (int64_t r = 0; r < rows; ++r) m.embed(live.token[r], x + r * hidden);
-  rotary_table(m, live, cosine, sine);
-  PhaseClock clock;
+  const int64_t rows = live.layout.rows;
+  const auto norm = [&](const float* weight, float* y) {
+    team.split(rows, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r)
+        kernels().rms_norm(x + r * hidden, weight, DType::f32, m.norm_eps(), y + r * hidden, hidden);
+    });
+  };
+  const auto linear = [&](const Product& p) { team.split(p.panels(), p); };
+
+  PhaseClock clock(team.rank() == 0);
+  if (team.rank() == 0) new (run) AttentionRun;
+  team.split(rows, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      m.embed(live.token[r], x + r * hidden);
+      rotary_row(m, live.position[r], cosine + r * half, sine + r * half);
+    }
+  });
   for (int64_t i = 0; i < m.layers(); ++i) {
     const StepLayer layer = m.layer(i);
-    run_norm(x, layer.attention_norm, m.norm_eps(), normed, rows, hidden);
+    norm(layer.attention_norm, normed);
     clock.charge(kNormRope);
-    run_linear(normed, rows, hidden, layer.qkv, type, layer.qkv_bias, qkv, m.qkv_size());
+    linear({normed, rows, hidden, layer.qkv, layer.qkv_bias, qkv, m.qkv_size()});
     clock.charge(kLinear);
-    prepare_heads(m, layer, qkv, rows, cosine, sine);
-    clock.charge(kNormRope);
-    append_and_attend(m, layer, i, a, live, qkv, heads, attention);
-    clock.charge(kAttention);
-    run_linear(heads, rows, m.q_size(), layer.attention_out, type, layer.attention_out_bias, normed, hidden);
-    clock.charge(kLinear);
-    kernels().add(normed, x, rows * hidden);
-    run_norm(x, layer.ffn_norm, m.norm_eps(), normed, rows, hidden);
-    clock.charge(kNormRope);
-    run_linear(normed, rows, hidden, layer.gate_up, type, layer.gate_up_bias, gate_up, 2 * ffn);
-    clock.charge(kLinear);
-    parallel_for(rows, 4, [&](int64_t begin, int64_t end) {
+    const AttentionArgs args = attention_args(m, layer, i, a, live.layout, qkv, heads);
+    if (team.rank() == 0) plan_run(*run, args, team.size(), attention);
+    team.split(rows, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r)
-        kernels().silu_mul(gate_up + r * 2 * ffn, gate_up + r * 2 * ffn + ffn, product + r * ffn, ffn);
+        prepare_heads(m, layer, qkv + r * m.qkv_size(), cosine + r * half, sine + r * half);
+      const float* k = qkv + m.q_size();
+      append_kv(args, {k, k + m.kv_size(), DType::f32, m.qkv_size(), m.qkv_size()}, const_cast<void*>(args.k),
+                const_cast<void*>(args.v), begin, end);
     });
-    clock.charge(kActivation);
-    run_linear(product, rows, ffn, layer.down, type, layer.down_bias, normed, hidden);
+    clock.charge(kNormRope);
+    run_part(*run, team.rank());
+    team.barrier();
+    clock.charge(kAttention);
+    linear({heads, rows, m.q_size(), layer.attention_out, layer.attention_out_bias, x, hidden, true});
     clock.charge(kLinear);
-    kernels().add(normed, x, rows * hidden);
+    norm(layer.ffn_norm, normed);
+    clock.charge(kNormRope);
+    gated({normed, rows, hidden, layer.gate_up, layer.gate_up_bias, gate_up, 2 * ffn}, product, ffn, team);
+    linear({product, rows, ffn, layer.down, layer.down_bias, x, hidden, true});
+    clock.charge(kLinear);
   }
-  run_norm(x, m.final_norm(), m.norm_eps(), x, rows, hidden);
+  norm(m.final_norm(), x);
 }
 
 // Moves the accepted rows of every sequence and advances its length.
@@ -238,45 +276,58 @@ inline void commit_all(const StepModel& m, const StepCache& c, const LiveRows& l
   }
 }
 
-// Everything but redraft. With an arena that only counts, nothing is read or written.
-inline StepResult evaluate(const StepModel& m, const StepArgs& a, Arena& arena) {
+// Everything but redraft, by all of a team. With an arena that only counts, nothing is read or written.
+inline StepResult evaluate(const StepModel& m, const StepArgs& a, Arena& arena, Team& team) {
   const int32_t slots = a.layout.rows, batch = a.layout.batch;
   const StepResult result{arena.take<int32_t>(slots), arena.take<int32_t>(slots), arena.take<int32_t>(batch),
                           arena.take<bool>(batch)};
   int32_t* predictions = arena.take<int32_t>(slots);
   int32_t* accepted_rows = arena.take<int32_t>(slots);
   int32_t* winner = arena.take<int32_t>(batch);
-  const LiveRows live = compact(a, arena);
-  float* x = arena.take<float>(live.layout.rows * m.hidden());
-  forward(m, a, live, x, arena);
-  const VerifyArgs args{x,
-                        DType::f32,
-                        live.layout,
-                        live.token,
-                        a.num_final,
-                        kStateColumns,
-                        a.cache.seqlens,
-                        a.sampling,
-                        a.logits_scratch,
-                        a.scratch_rows,
-                        predictions,
-                        accepted_rows,
-                        result.num_accepted,
-                        winner,
-                        result.fixed_point};
-  PhaseClock clock;
-  verify(m.head(), args, arena);
+  LiveRows live = take_live_rows(a.layout, arena);
+  float* x = arena.take<float>(slots * m.hidden());
+  if (x != nullptr) {
+    team.single([&] { compact(a, live); });
+    live.layout.rows = live.layout.cu_seqlens_q[batch];
+  }
+  forward(m, a, live, x, arena, team);
+  VerifyArgs args{x,
+                  DType::f32,
+                  live.layout,
+                  live.token,
+                  a.num_final,
+                  kStateColumns,
+                  a.cache.seqlens,
+                  a.sampling,
+                  a.logits_scratch,
+                  a.scratch_rows,
+                  predictions,
+                  accepted_rows,
+                  result.num_accepted,
+                  winner,
+                  result.fixed_point};
+  PhaseClock clock(team.rank() == 0);
+  verify(m.head(), args, arena, team);
   clock.charge(kVerify);
-  if (winner == nullptr || arena.overflowed()) return result;
-  commit_all(m, a.cache, live, accepted_rows, result.num_accepted);
-
+  if (x == nullptr) return result;
+  team.single([&] {
+    commit_all(m, a.cache, live, accepted_rows, result.num_accepted);
+    for (int32_t r = 0; r < slots; ++r) result.predictions[r] = result.accepted_rows[r] = -1;
+    for (int32_t r = 0; r < live.layout.rows; ++r) result.predictions[live.slot[r]] = predictions[r];
+    for (int32_t b = 0; b < batch; ++b)
+      for (int32_t i = 0; i < result.num_accepted[b]; ++i)
+        result.accepted_rows[a.layout.cu_seqlens_q[b] + i] = live.slot[accepted_rows[live.layout.cu_seqlens_q[b] + i]];
+  });
   clock.charge(kCommit);
-  for (int32_t r = 0; r < slots; ++r) result.predictions[r] = result.accepted_rows[r] = -1;
-  for (int64_t r = 0; r < live.count; ++r) result.predictions[live.slot[r]] = predictions[r];
-  for (int32_t b = 0; b < batch; ++b)
-    for (int32_t i = 0; i < result.num_accepted[b]; ++i)
-      result.accepted_rows[a.layout.cu_seqlens_q[b] + i] = live.slot[accepted_rows[live.layout.cu_seqlens_q[b] + i]];
   return result;
+}
+
+// Bytes of arena that evaluate() needs with the threads of now.
+inline size_t evaluation_bytes(const StepModel& m, const StepArgs& a) {
+  Arena counter(nullptr, 0);
+  Team alone;
+  evaluate(m, a, counter, alone);
+  return counter.used();
 }
 
 }  // namespace jacobi::cpu

@@ -8,28 +8,21 @@ namespace jacobi::cpu {
 
 class StepModel : public jacobi::StepModel {
  public:
-  DType weight_type() const { return wide() ? DType::f32 : DType::bf16; }
-
   Head head() const {
-    return {lm_head(), weight_type(), lm_head_bias(), DType::f32, vocab(), hidden(), logit_scale(), logit_softcap()};
+    const Matrix lm_head = this->lm_head();
+    return {lm_head.data, lm_head.type, lm_head_bias(), DType::f32, vocab(), hidden(), logit_scale(), logit_softcap()};
   }
 
-  // One row of the embedding as floats. Tied: gathered from the head's panels, column by column.
+  // One row of the embedding as floats.
   void embed(int32_t token, float* y) const {
-    if (embedding() != nullptr) {
-      kernels().widen(static_cast<const char*>(embedding()) + token * hidden() * size_of(weight_type()), weight_type(),
-                      y, hidden());
-      return;
-    }
-    const int64_t first = (token / 16) * hidden() * 16 + token % 16;
-    for (int64_t i = 0; i < hidden(); ++i) {
-      const int64_t at_index = first + 16 * i;
-      if (weight_type() == DType::f32) {
-        y[i] = static_cast<const float*>(lm_head())[at_index];
-      } else {
-        const uint32_t bits = uint32_t{static_cast<const uint16_t*>(lm_head())[at_index]} << 16;
-        memcpy(&y[i], &bits, sizeof bits);
-      }
+    const Matrix rows = embedding();
+    if (rows.data == nullptr) {
+      kernels().column(lm_head().data, lm_head().type, hidden(), token, y);
+    } else if (is_grouped(rows.type)) {
+      kernels().column(rows.data, rows.type, hidden(), token, y);
+    } else {
+      const DType type = rows.type == WeightType::f32 ? DType::f32 : DType::bf16;
+      kernels().widen(static_cast<const char*>(rows.data) + token * hidden() * size_of(type), type, y, hidden());
     }
   }
 };

@@ -54,10 +54,20 @@ inline ivec select(mask m, ivec yes, ivec no) { return {_mm512_mask_blend_epi32(
 inline ivec iset1(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline ivec iota() { return {_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)}; }
 inline ivec iload(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+inline ivec iload(const uint8_t* p) {
+  return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+inline ivec iload(const int8_t* p) {
+  return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+inline ivec iload(const uint16_t* p) {
+  return {_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
 inline void istore(int32_t* p, ivec x) { _mm512_storeu_si512(p, x.v); }
 inline ivec add(ivec a, ivec b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline ivec mul(ivec a, ivec b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
 inline ivec bit_xor(ivec a, ivec b) { return {_mm512_xor_si512(a.v, b.v)}; }
+inline ivec bit_or(ivec a, ivec b) { return {_mm512_or_si512(a.v, b.v)}; }
 inline ivec bit_and(ivec a, ivec b) { return {_mm512_and_si512(a.v, b.v)}; }
 template <int N>
 inline ivec shift_left(ivec a) {

@@ -63,10 +63,15 @@ inline uint32_t bits(int32_t x) { return static_cast<uint32_t>(x); }
 inline ivec iset1(int32_t x) { JACOBI_LANES(ivec, .v[i] = x); }
 inline ivec iota() { JACOBI_LANES(ivec, .v[i] = i); }
 inline ivec iload(const int32_t* p) { JACOBI_LANES(ivec, .v[i] = p[i]); }
+// widened integers
+inline ivec iload(const uint8_t* p) { JACOBI_LANES(ivec, .v[i] = p[i]); }
+inline ivec iload(const int8_t* p) { JACOBI_LANES(ivec, .v[i] = p[i]); }
+inline ivec iload(const uint16_t* p) { JACOBI_LANES(ivec, .v[i] = p[i]); }
 inline void istore(int32_t* p, ivec x) { memcpy(p, x.v, sizeof x.v); }
 inline ivec add(ivec a, ivec b) { JACOBI_LANES(ivec, .v[i] = wrap(bits(a.v[i]) + bits(b.v[i]))); }
 inline ivec mul(ivec a, ivec b) { JACOBI_LANES(ivec, .v[i] = wrap(bits(a.v[i]) * bits(b.v[i]))); }
 inline ivec bit_xor(ivec a, ivec b) { JACOBI_LANES(ivec, .v[i] = a.v[i] ^ b.v[i]); }
+inline ivec bit_or(ivec a, ivec b) { JACOBI_LANES(ivec, .v[i] = a.v[i] | b.v[i]); }
 inline ivec bit_and(ivec a, ivec b) { JACOBI_LANES(ivec, .v[i] = a.v[i] & b.v[i]); }
 template <int N>
 inline ivec shift_left(ivec a) {

@@ -77,6 +77,7 @@ inline int64_t carve(Program& p, bool wide) {
 
 // Null, or why a model cannot run here.
 inline const char* unsupported_model(const StepModel& m) {
+  if (is_grouped(m.weight_type())) return "int8 and int4 weights run on the CPU: pack float32 or bfloat16 for a GPU";
   if (m.layers() > kMostLayers) return "the cooperative step takes at most 128 layers";
   if (m.head_dim() > 128) return "the cooperative step takes head sizes up to 128";
   if (m.ffn() % 16 != 0) return "the cooperative step takes intermediate sizes that are multiples of 16";
@@ -109,7 +110,7 @@ inline int64_t fill_program(const StepArgs& args, const StepModel& m, Program& p
   p.norm_eps = m.norm_eps(), p.softmax_scale = m.softmax_scale(), p.rope_scale = m.rope_scale();
   p.logit_scale = m.logit_scale(), p.logit_softcap = m.logit_softcap();
   p.inv_freq = m.inv_freq(), p.final_norm = m.final_norm(), p.lm_head_bias = m.lm_head_bias();
-  p.embedding = m.embedding(), p.lm_head = m.lm_head();
+  p.embedding = m.embedding().data, p.lm_head = m.lm_head().data;
   for (int32_t i = 0; i < p.layers; ++i) p.layer[i] = m.layer(i);
   return carve(p, m.wide());
 }

@@ -31,7 +31,8 @@ JACOBI_PHASE void partial_product(Block& block, const Program& p, const void* x,
 template <class T, class Block>
 JACOBI_PHASE void gate_up(Block& block, const Program& p, const StepLayer& layer) {
   const int32_t rows = p.work.header[kLiveRows];
-  const ProductShape shape{p.work.operand, p.hidden_pitch, rows, layer.gate_up, p.hidden, 2 * p.ffn, 1, p.ffn / 16};
+  const ProductShape shape{p.work.operand, p.hidden_pitch, rows, layer.gate_up.data,
+                           p.hidden,       2 * p.ffn,      1,    p.ffn / 16};
   const float* bias = layer.gate_up_bias;
   product<T>(block, shape, [&](const auto& tile, int32_t, int32_t left, int32_t, int32_t row) {
     T* const to = static_cast<T*>(p.work.product) + static_cast<int64_t>(row) * p.ffn_pitch + left;
@@ -56,13 +57,13 @@ JACOBI_GRID void run_step(Grid& grid, const Program& p) {
       norm_rows<T>(block, p, i > 0 ? &before : nullptr, layer.attention_norm, nullptr, w.header[kLiveRows]);
     });
     grid.phase([&](auto& block) {
-      partial_product<T>(block, p, w.operand, p.hidden_pitch, layer.qkv, p.hidden, p.qkv_size, p.qkv_splits);
+      partial_product<T>(block, p, w.operand, p.hidden_pitch, layer.qkv.data, p.hidden, p.qkv_size, p.qkv_splits);
     });
     grid.phase([&](auto& block) { prepare_heads<T>(block, p, i); });
     for (int32_t wave = 0; wave * p.wave < w.header[kSpans]; ++wave)
       grid.phase([&](auto& block) { attention<T>(block, p, i, wave); });
     grid.phase([&](auto& block) {
-      partial_product<T>(block, p, w.operand, p.q_pitch, layer.attention_out, p.q_size, p.hidden, p.out_splits);
+      partial_product<T>(block, p, w.operand, p.q_pitch, layer.attention_out.data, p.q_size, p.hidden, p.out_splits);
     });
     grid.phase([&](auto& block) {
       const SplitSum before = split_sum(p, p.out_splits, p.hidden, layer.attention_out_bias);
@@ -70,7 +71,7 @@ JACOBI_GRID void run_step(Grid& grid, const Program& p) {
     });
     grid.phase([&](auto& block) { gate_up<T>(block, p, layer); });
     grid.phase([&](auto& block) {
-      partial_product<T>(block, p, w.product, p.ffn_pitch, layer.down, p.ffn, p.hidden, p.down_splits);
+      partial_product<T>(block, p, w.product, p.ffn_pitch, layer.down.data, p.ffn, p.hidden, p.down_splits);
     });
   }
   grid.phase([&](auto& block) {

@@ -51,14 +51,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> argmax_verify(
   Tensor num_accepted = torch::stable::new_empty(tokens, {layout.batch});
   Tensor fixed_point = torch::stable::new_empty(tokens, {layout.batch}, ScalarType::Bool);
   const cpu::Head head{lm_head.const_data_ptr(),
-                       kernel_dtype(lm_head),
+                       weight_type(lm_head),
                        bias.has_value() ? bias->const_data_ptr() : nullptr,
                        bias.has_value() ? kernel_dtype(*bias) : cpu::DType::f32,
                        vocab_size,
                        width,
                        static_cast<float>(logit_scale),
                        static_cast<float>(softcap)};
-  with_arena([&](cpu::Arena& arena) {
+  const auto run = [&](cpu::Arena& arena, cpu::Team& team) {
     cpu::VerifyArgs args{};
     args.hidden = hidden.const_data_ptr();
     args.hidden_type = kernel_dtype(hidden);
@@ -76,7 +76,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> argmax_verify(
     args.num_accepted = mutable_int32_data(num_accepted);
     args.winner = arena.take<int32_t>(layout.batch);
     args.fixed_point = static_cast<bool*>(fixed_point.mutable_data_ptr());
-    cpu::verify(head, args, arena);
+    cpu::verify(head, args, arena, team);
+  };
+  cpu::Arena counter(nullptr, 0);
+  cpu::Team alone;
+  run(counter, alone);
+  void* block = scratch(counter.used() + 64);
+  cpu::run_team([&](cpu::Team& team) {
+    cpu::Arena arena(block, counter.used() + 64);
+    run(arena, team);
   });
   return {predictions, accepted_rows, num_accepted, fixed_point};
 }

@@ -79,7 +79,7 @@ Tensor multi_block_attention_with_kvcache(const Tensor& q, const Tensor& k, cons
   args.k = k_cache.const_data_ptr();
   args.v = v_cache.const_data_ptr();
   cpu::append_kv(args, {k.const_data_ptr(), v.const_data_ptr(), args.q_type, k.stride(0), v.stride(0)},
-                 k_cache.mutable_data_ptr(), v_cache.mutable_data_ptr());
+                 k_cache.mutable_data_ptr(), v_cache.mutable_data_ptr(), 0, args.rows);
   cpu::run_attention(args, scratch(cpu::attention_workspace(args, cpu::thread_count())));
   return out;
 }

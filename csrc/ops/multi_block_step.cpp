@@ -159,16 +159,18 @@ void multi_block_step(const Tensor& weights, const Tensor& descriptor, const Ten
     if (check.error != RedraftError::kNone) fail_redraft(kOp, b, sequence, check);
   }
   check_dense(workspace, kOp, "workspace", ScalarType::Byte, "[bytes]", {kAny});
-  cpu::Arena counter(nullptr, 0);
-  cpu::evaluate(model, args, counter);
-  if (workspace.numel() < static_cast<int64_t>(counter.used()) + 64)
-    fail(kOp, "workspace must have at least ", counter.used() + 64, " bytes (step_workspace_size), got ",
-         workspace.numel());
+  const int64_t needed = static_cast<int64_t>(cpu::evaluation_bytes(model, args)) + 64;
+  if (workspace.numel() < needed)
+    fail(kOp, "workspace must have at least ", needed, " bytes (step_workspace_size), got ", workspace.numel());
 
   char* base = static_cast<char*>(workspace.mutable_data_ptr());
   const size_t shift = (64 - reinterpret_cast<uintptr_t>(base) % 64) % 64;
-  cpu::Arena arena(base + shift, workspace.numel() - shift);
-  const cpu::StepResult result = cpu::evaluate(model, args, arena);
+  cpu::StepResult result{};
+  cpu::run_team([&](cpu::Team& team) {
+    cpu::Arena arena(base + shift, workspace.numel() - shift);
+    const cpu::StepResult evaluated = cpu::evaluate(model, args, arena, team);
+    if (team.rank() == 0) result = evaluated;
+  });
   cpu::PhaseClock clock;
   for (int32_t b = 0; b < batch; ++b) redraft_sequence(select(result, b));
   clock.charge(cpu::kRedraft);
@@ -190,9 +192,7 @@ int64_t step_workspace_size(const Tensor& descriptor, int64_t rows, int64_t batc
   args.layout.rows = static_cast<int32_t>(rows);
   args.layout.batch = static_cast<int32_t>(batch);
   args.layout.num_segments = static_cast<int32_t>(num_segments);
-  cpu::Arena counter(nullptr, 0);
-  cpu::evaluate(model, args, counter);
-  return static_cast<int64_t>(counter.used()) + 64;
+  return static_cast<int64_t>(cpu::evaluation_bytes(model, args)) + 64;
 }
 
 // float64 [phases]: seconds of every phase (csrc/cpu/phase_clock.h) since the last call.

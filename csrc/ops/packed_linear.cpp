@@ -9,6 +9,21 @@ namespace {
 
 constexpr const char* kOp = "packed_linear";
 
+void check_packed(const Tensor& weight, int64_t n, int64_t k) {
+  const int64_t panels = (n + kPanel - 1) / kPanel;
+  if (weight.scalar_type() != ScalarType::Byte) {
+    check_floating(weight, kOp, "weight");
+    check_shape(weight, kOp, "weight", "[ceil(out_features / 16), in_features, 16]", {panels, k, kPanel});
+    return;
+  }
+  constexpr int64_t record8 = sizeof(Int8Group), record4 = sizeof(Int4Group);
+  check_shape(weight, kOp, "weight", "[ceil(out_features / 16), ceil(in_features / 32), record]",
+              {panels, (k + kGroup - 1) / kGroup, kAny});
+  if (weight.size(2) != record8 && weight.size(2) != record4)
+    fail(kOp, "weight of uint8 must hold records of ", record8, " bytes (int8) or ", record4, " (int4), got ",
+         shape_string(weight));
+}
+
 Tensor packed_linear(const Tensor& x_in, const Tensor& weight, std::optional<Tensor> bias, int64_t out_features) {
   check_cpu(x_in, kOp, "x");
   check_floating(x_in, kOp, "x");
@@ -16,8 +31,7 @@ Tensor packed_linear(const Tensor& x_in, const Tensor& weight, std::optional<Ten
   check_value(out_features >= 0, kOp, "out_features", out_features, "at least 0");
   const int64_t k = x_in.size(x_in.dim() - 1);
   check_cpu(weight, kOp, "weight");
-  check_floating(weight, kOp, "weight");
-  check_shape(weight, kOp, "weight", "[ceil(out_features / 16), in_features, 16]", {(out_features + 15) / 16, k, 16});
+  check_packed(weight, out_features, k);
   check_contiguous(weight, kOp, "weight");
   if (bias.has_value()) {
     check_cpu(*bias, kOp, "bias");
@@ -45,12 +59,13 @@ Tensor packed_linear(const Tensor& x_in, const Tensor& weight, std::optional<Ten
                              k,
                              out_features,
                              weight.const_data_ptr(),
-                             kernel_dtype(weight),
+                             weight_type(weight),
                              bias.has_value() ? bias->const_data_ptr() : nullptr,
                              bias.has_value() ? kernel_dtype(*bias) : cpu::DType::f32,
                              y.mutable_data_ptr(),
                              kernel_dtype(y),
-                             out_features};
+                             out_features,
+                             false};
   const int64_t grain = 1 + 32768 / (16 * k + 1);
   cpu::parallel_for((out_features + 15) / 16, grain,
                     [&](int64_t begin, int64_t end) { cpu::kernels().linear(args, begin, end); });

@@ -5,8 +5,6 @@
 #include <cstdint>
 #include <memory>
 
-#include "cpu/arena.h"
-
 namespace jacobi::ops {
 
 // A 64-byte aligned block of at least `bytes`, valid until the next call on this thread.
@@ -19,15 +17,6 @@ inline void* scratch(size_t bytes) {
     size = bytes;
   }
   return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(block.get()) + 63) / 64 * 64);
-}
-
-// Runs f(arena) twice: once to count its bytes, once on a block of that size.
-template <class F>
-void with_arena(const F& f) {
-  cpu::Arena counter(nullptr, 0);
-  f(counter);
-  cpu::Arena arena(scratch(counter.used() + 64), counter.used() + 64);
-  f(arena);
 }
 
 }  // namespace jacobi::ops

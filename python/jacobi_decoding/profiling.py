@@ -43,4 +43,4 @@ def op_profile(stats: DecodeStats, enabled: bool, device: torch.device) -> Itera
 
 
 # In the order of csrc/cpu/phase_clock.h.
-PHASES = ("linear", "norm_rope", "attention", "activation", "verify", "commit", "redraft")
+PHASES = ("linear", "norm_rope", "attention", "verify", "commit", "redraft")
