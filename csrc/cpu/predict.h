@@ -133,7 +133,7 @@ inline void verify(const Head& head, const VerifyArgs& a, Arena& arena, Team& te
   Sampler* samplers = arena.take<Sampler>(layout.rows);
   float* x = arena.take<float>(layout.rows * head.hidden);
   Wanted* wanted = arena.take<Wanted>(1);
-  HeadBest* best = arena.take<HeadBest>(thread_count() * layout.rows);
+  HeadBest* best = arena.take<HeadBest>(team.most() * layout.rows);
   if (best == nullptr) return;  // only counting, or too small
   team.single([&] {
     for (int32_t r = 0; r < layout.rows; ++r) a.predictions[r] = -1;

@@ -210,7 +210,7 @@ inline void forward(const StepModel& m, const StepArgs& a, const LiveRows& live,
   Layout widest = live.layout;
   widest.rows = a.layout.rows;
   char* attention = arena.take<char>(
-      attention_workspace(attention_args(m, StepLayer{}, 0, a, widest, nullptr, nullptr), thread_count()));
+      attention_workspace(attention_args(m, StepLayer{}, 0, a, widest, nullptr, nullptr), team.most()));
   if (attention == nullptr) return;
 
   const int64_t rows = live.layout.rows;

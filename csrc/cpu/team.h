@@ -18,10 +18,10 @@ class Team {
     alignas(64) std::atomic<int64_t> phase{0};
   };
 
-  Team() = default;  // one thread
+  Team() : most_(thread_count()) {}  // one thread
 
   // The member that was given [begin, end) of [0, most): fewer threads may have been granted than asked for.
-  Team(Shared& shared, int64_t most, int64_t begin, int64_t end) : shared_(&shared) {
+  Team(Shared& shared, int64_t most, int64_t begin, int64_t end) : shared_(&shared), most_(most) {
     if (begin == 0) shared.chunk.store(end, std::memory_order_release);
     int64_t chunk = 0;
     wait([&] { return (chunk = shared.chunk.load(std::memory_order_acquire)) != 0; });
@@ -31,6 +31,8 @@ class Team {
 
   int64_t rank() const { return rank_; }
   int64_t size() const { return size_; }
+  // Threads that were asked for, the same for all members: a worker's own thread_count() may be another.
+  int64_t most() const { return most_; }
 
   // Nobody goes on before everybody is here. What was written before is visible behind.
   void barrier() {
@@ -77,7 +79,7 @@ class Team {
   }
 
   Shared* shared_ = nullptr;
-  int64_t rank_ = 0, size_ = 1;
+  int64_t rank_ = 0, size_ = 1, most_;
 };
 
 // f(team) on every thread of a team of at most thread_count().
