@@ -19,6 +19,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Waiting threads sleep instead of spinning (read when torch loads OpenMP): on a busy machine small parallel regions are
 # up to fifty times faster so.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+import torch
+
+# Read when a kernel is decorated, Triton's own included: before anything imports Triton, as transformers' models do.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile(
     "jacobi", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -47,8 +52,6 @@ def smollm2() -> LoadedModel:
 @pytest.fixture
 def torch_threads() -> Any:
     """torch.set_num_threads, put back after the test."""
-    import torch
-
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)

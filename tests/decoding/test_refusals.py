@@ -41,7 +41,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "it is an encoder-decoder model",
     ),
     "experts": ("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 2}, "torch's linear: a matrix product"),
-    "old_attention": ("FalconForCausalLM", "FalconConfig", {"alibi": False}, "AttentionInterface"),
+    "old_attention": (
+        "XGLMForCausalLM",
+        "XGLMConfig",
+        {"d_model": 64, "num_layers": 2, "attention_heads": 2, "ffn_dim": 64},
+        "does not use transformers' AttentionInterface",
+    ),
     "recurrent": ("MambaForCausalLM", "MambaConfig", {}, "its forward takes no"),
     "functional": ("ApertusForCausalLM", "ApertusConfig", {}, "torch's softplus: an activation called as a function"),
 }

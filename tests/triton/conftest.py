@@ -1,12 +1,7 @@
 """Triton kernels on a GPU where there is one, else in Triton's interpreter on the CPU (float32 only)."""
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are decorated: before they are imported
 
 
 @pytest.fixture
