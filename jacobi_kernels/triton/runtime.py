@@ -51,7 +51,24 @@ def _patch_the_language_once_per_launch() -> None:
     interpreter.InterpretedFunction.__call__ = call
 
 
+def _sum_products_in_one_order() -> None:
+    """numpy's matmul may sum a row in an order that depends on where in the tile it stands (OpenBLAS on AVX2 does)."""
+    import numpy
+    from triton.runtime import interpreter
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        total = numpy.zeros_like(d.data)
+        term = numpy.empty_like(total)
+        for k in range(a.data.shape[-1]):
+            numpy.multiply(a.data[..., k, None], b.data[..., k, None, :], out=term)
+            numpy.add(total, term, out=total)
+        return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
 if INTERPRETED:
+    _sum_products_in_one_order()
     _let_loops_have_runtime_bounds()
     _patch_the_language_once_per_launch()
 
