@@ -21,6 +21,7 @@ if torch.version.cuda is not None and find_spec("jacobi_kernels._C_cuda") is not
     import_module("jacobi_kernels._C_cuda")
 
 from jacobi_kernels import ops, triton
+from jacobi_kernels.grouped import GroupedMatrix
 from jacobi_kernels.layout import BlockLayout
 from jacobi_kernels.packing import pack_weight, unpack_weight
 from jacobi_kernels.sampling import row_seeds
@@ -38,6 +39,7 @@ triton.register()
 __all__ = [
     "BlockLayout",
     "DecodeState",
+    "GroupedMatrix",
     "StateColumn",
     "StepConfig",
     "StepWeights",

@@ -1,7 +1,8 @@
 """Panels of 16 columns: the one weight layout that every linear kernel reads.
 
 ``packed[p, k, c] = weight[16 p + c, k]``: a kernel that walks ``k`` reads 16 neighbouring output columns at each
-step, so one register lane holds one output and its sum over ``k`` runs in one fixed order.
+step, so one register lane holds one output and its sum over ``k`` runs in one fixed order. Weights in int8 and int4
+are packed by :mod:`jacobi_kernels.grouped`.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def pack_weight(weight: Tensor, name: str = "weight") -> Tensor:
         raise ValueError(f"{name} holds NaN or infinity")
     out_features, in_features = weight.shape
     panels = -(-out_features // LANES)
-    packed = weight.new_zeros(panels, LANES, in_features)
-    packed.view(panels * LANES, in_features)[:out_features] = weight
-    return packed.transpose(1, 2).contiguous()
+    packed = weight.new_zeros(panels, in_features, LANES)
+    put_rows(packed, 0, weight)
+    return packed
 
 
 def unpack_weight(packed: Tensor, out_features: int) -> Tensor:
@@ -73,4 +74,35 @@ def unpack_weight(packed: Tensor, out_features: int) -> Tensor:
             f"packed must have shape [ceil(out_features/{LANES}), in_features, {LANES}] = [{panels}, *, {LANES}], "
             f"got {list(packed.shape)}"
         )
-    return packed.transpose(1, 2).reshape(panels * LANES, packed.shape[1])[:out_features].contiguous()
+    return take_rows(packed, out_features)
+
+
+def put_rows(panels: Tensor, begin: int, rows: Tensor) -> None:
+    """Write rows ``begin``, ``begin + 1``, ... of a matrix into its panels.
+
+    Parameters
+    ----------
+    panels : Tensor
+        ``[ceil(n / 16), *inner, 16]``, changed in place.
+    begin : int
+        The first row.
+    rows : Tensor
+        ``[m, *inner]``, any strides; converted to the dtype of ``panels``.
+    """
+    done, count = 0, rows.shape[0]
+    while done < count:
+        panel, lane = divmod(begin + done, LANES)
+        whole = (count - done) // LANES if lane == 0 else 0
+        if whole:
+            step = whole * LANES
+            chunk = rows[done : done + step].unflatten(0, (whole, LANES))
+            panels[panel : panel + whole] = chunk.movedim(1, -1)
+        else:
+            step = min(LANES - lane, count - done)
+            panels[panel, ..., lane : lane + step] = rows[done : done + step].movedim(0, -1)
+        done += step
+
+
+def take_rows(panels: Tensor, count: int) -> Tensor:
+    """The first ``count`` rows ``[count, *inner]`` of panels ``[ceil(count / 16), *inner, 16]``, contiguous."""
+    return panels.movedim(-1, 1).flatten(0, 1)[:count].contiguous()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
@@ -17,11 +17,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .packing import pack_weight
+from jacobi_kernels.grouped import FORMATS
+from jacobi_kernels.step_blob import ALIGNMENT as ALIGNMENT
+from jacobi_kernels.step_blob import FLOAT_TYPES, BlobPlan, Weights, aligned_bytes
 
 STEP_MAGIC = 0x4A41434F42490002  # "JACOBI", format 2
-ALIGNMENT = 64
 DTYPES = (torch.float32, torch.bfloat16)
+EMBEDDING = "model.embed_tokens.weight"
 
 
 class DescriptorField(IntEnum):
@@ -158,8 +160,14 @@ class StepWeights:
         return self[DescriptorField.VOCAB]
 
     @property
+    def format(self) -> str:
+        """What was asked for: float32, bfloat16, int8 or int4."""
+        return FORMATS[self[DescriptorField.WEIGHT_TYPE]]
+
+    @property
     def dtype(self) -> torch.dtype:
-        return DTYPES[self[DescriptorField.WEIGHT_TYPE]]
+        """Of the caches: float32, or bfloat16 beside bfloat16 weights."""
+        return FLOAT_TYPES.get(self.format, torch.float32)
 
     def to(self, device: torch.device | str) -> StepWeights:
         """The same weights with the blob on ``device``."""
@@ -178,156 +186,115 @@ def float_bits(value: float) -> int:
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
-class _Blob:
-    """Parts appended at aligned offsets, on one device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.parts: list[Tensor] = []
-        self.size = 0
-
-    def add(self, part: Tensor | None) -> int:
-        """Offset of `part` in the blob, or -1 for None."""
-        if part is None:
-            return -1
-        data = part.to(self.device).contiguous().view(-1).view(torch.uint8)
-        offset = self.size
-        self.parts.append(data)
-        padding = -data.numel() % ALIGNMENT
-        if padding:
-            self.parts.append(torch.zeros(padding, dtype=torch.uint8, device=self.device))
-        self.size += data.numel() + padding
-        return offset
-
-    def tensor(self) -> Tensor:
-        blob = aligned_bytes(self.size, self.device)
-        torch.cat(self.parts, out=blob)
-        return blob
-
-
-def aligned_bytes(size: int, device: torch.device | str = "cpu") -> Tensor:
-    """uint8 [size], zeroed, starting at a multiple of 64 bytes."""
-    memory = torch.zeros(size + ALIGNMENT, dtype=torch.uint8, device=device)
-    start = -memory.data_ptr() % ALIGNMENT
-    return memory[start : start + size]
-
-
-class _Source:
-    """Named tensors of a model, with one clear error for a missing or misshapen one."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        self.tensors, self.dtype = tensors, dtype
-
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in self.tensors:
-            raise ValueError(f"pack_step_weights: tensor {name} is missing")
-        tensor = self.tensors[name].detach()
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"pack_step_weights: {name} must have shape {list(shape)}, got {list(tensor.shape)}")
-        return tensor
-
-    def vector(self, name: str, size: int) -> Tensor:
-        return self.get(name, (size,)).float()
-
-    def matrix(self, name: str, rows: int, columns: int) -> Tensor:
-        return self.get(name, (rows, columns)).to(self.dtype)
-
-    def stacked(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor:
-        matrices = [self.matrix(n + ".weight", r, columns) for n, r in zip(names, rows, strict=True)]
-        return pack_weight(torch.cat(matrices), name=" and ".join(names))
-
-    def stacked_bias(self, names: Sequence[str], rows: Sequence[int]) -> Tensor | None:
-        """Biases of stacked matrices, zeros where one lacks its own; None when all do."""
-        if not any(n + ".bias" in self.tensors for n in names):
-            return None
-        pairs = zip(names, rows, strict=True)
-        device = next(iter(self.tensors.values())).device
-        return torch.cat([self.optional(n + ".bias", r, torch.zeros(r, device=device)) for n, r in pairs])  # type: ignore[misc]
-
-    def optional(self, name: str, size: int, default: Tensor | None = None) -> Tensor | None:
-        return self.vector(name, size) if name in self.tensors else default
-
-
-def pack_step_weights(tensors: Mapping[str, Tensor], config: StepConfig, dtype: torch.dtype) -> StepWeights:
+def pack_step_weights(tensors: Weights, config: StepConfig, format: str | torch.dtype) -> StepWeights:
     """Pack a model's weights for ``torch.ops.jacobi.multi_block_step``.
 
+    int8 and int4 are of weights only: products sum in float32, norms, biases and the caches are float32. Matrices that
+    come as int8 or int4 keep their values (but int4 ones where int8 is asked for), others are quantised; where int4 is
+    asked for, an embedding or head of floats becomes int8. Stacked matrices (q, k, v; gate, up) of several formats
+    become float32.
+
+    Memory: the blob and one tensor at a time, each read once, so that ``tensors`` may read lazily. Such a mapping has a
+    method ``kind(name)`` that tells "float", "int8" or "int4" without reading, and lacks ``lm_head.weight`` when the
+    head is tied.
+
     Args:
-        tensors: weights under the names of Hugging Face's Llama family: ``model.embed_tokens.weight``,
-            ``model.layers.N.self_attn.{q,k,v,o}_proj.weight`` (and ``.bias``), ``...self_attn.{q,k}_norm.weight``,
-            ``...mlp.{gate,up,down}_proj.weight``, ``...{input,post_attention}_layernorm.weight``,
-            ``model.norm.weight`` and, unless the head is tied, ``lm_head.weight``.
+        tensors: weights, any float dtype or GroupedMatrix, under the names of Hugging Face's Llama family:
+            ``model.embed_tokens.weight``, ``model.layers.N.self_attn.{q,k,v,o}_proj.weight`` (and ``.bias``),
+            ``...self_attn.{q,k}_norm.weight``, ``...mlp.{gate,up,down}_proj.weight``,
+            ``...{input,post_attention}_layernorm.weight``, ``model.norm.weight`` and, unless the head is tied,
+            ``lm_head.weight``.
         config: sizes and constants.
-        dtype: float32 or bfloat16, of the packed matrices and of the caches that go with them.
+        format: ``float32``, ``bfloat16``, ``int8`` or ``int4``, or the torch dtype of the first two.
 
     Returns:
-        StepWeights: blob, on the tensors' device, and descriptor.
+        StepWeights: blob, on the device of ``model.norm.weight``, and descriptor.
 
     Raises:
-        ValueError: a tensor is missing, has another shape than the config says, or holds NaN or infinity.
+        ValueError: another format; a tensor is missing, has another shape than the config says, or holds NaN, infinity
+            or what the format cannot.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"pack_step_weights: dtype must be float32 or bfloat16, got {dtype}")
-    source, c = _Source(tensors, dtype), config
+    name = str(format).removeprefix("torch.")
+    if name not in FORMATS:
+        raise ValueError(f"pack_step_weights: format must be one of {', '.join(FORMATS)}, got {name}")
+    plan, c, f = BlobPlan(tensors, name), config, DescriptorField
     q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    embedding = source.matrix("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
-    blob = _Blob(embedding.device)
-    tied = "lm_head.weight" not in tensors or _same(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
-    head = embedding if tied else source.matrix("lm_head.weight", c.vocab_size, c.hidden_size)
-    header = [
-        STEP_MAGIC,
-        DTYPES.index(dtype),
-        c.num_layers,
-        c.hidden_size,
-        c.num_heads,
-        c.num_kv_heads,
-        c.head_dim,
-        c.intermediate_size,
-        c.vocab_size,
-        float_bits(c.norm_eps),
-        float_bits(c.softmax_scale if c.softmax_scale is not None else 1.0 / math.sqrt(c.head_dim)),
-        2 * c.inv_freq.numel(),
-        float_bits(c.rope_scale),
-        float_bits(c.logit_scale),
-        float_bits(c.logit_softcap),
-        blob.add(c.inv_freq.float()),
-        blob.add(None if tied else embedding),
-        blob.add(source.vector("model.norm.weight", c.hidden_size)),
-        blob.add(pack_weight(head, name="lm_head.weight")),
-        blob.add(source.optional("lm_head.bias", c.vocab_size)),
-        -1,
-        DTYPES.index(dtype),
-        DTYPES.index(dtype),
-    ]
+    tied = _is_tied(tensors)
+    floats = "int8" if name == "int4" else name
+    head = EMBEDDING if tied else "lm_head.weight"
+    head_format, embedding_format = plan.format_of([head], floats), plan.format_of([EMBEDDING], floats)
+    header = {
+        f.MAGIC: STEP_MAGIC,
+        f.WEIGHT_TYPE: FORMATS.index(name),
+        f.LAYERS: c.num_layers,
+        f.HIDDEN: c.hidden_size,
+        f.HEADS: c.num_heads,
+        f.KV_HEADS: c.num_kv_heads,
+        f.HEAD_DIM: c.head_dim,
+        f.FFN: c.intermediate_size,
+        f.VOCAB: c.vocab_size,
+        f.NORM_EPS: float_bits(c.norm_eps),
+        f.SOFTMAX_SCALE: float_bits(c.softmax_scale if c.softmax_scale is not None else 1.0 / math.sqrt(c.head_dim)),
+        f.ROPE_DIM: 2 * c.inv_freq.numel(),
+        f.ROPE_SCALE: float_bits(c.rope_scale),
+        f.LOGIT_SCALE: float_bits(c.logit_scale),
+        f.LOGIT_SOFTCAP: float_bits(c.logit_softcap),
+        f.INV_FREQ: plan.constant(c.inv_freq),
+        f.EMBEDDING: -1,
+        f.FINAL_NORM: plan.vectors(["model.norm.weight"], [c.hidden_size], required=True),
+        f.LM_HEAD: plan.matrix([head], [c.vocab_size], c.hidden_size, head_format),
+        f.LM_HEAD_BIAS: plan.vectors(["lm_head.bias"], [c.vocab_size]),
+        f.LM_HEAD_TYPE: FORMATS.index(head_format),
+        f.EMBEDDING_TYPE: FORMATS.index(embedding_format),
+    }
+    if not tied and embedding_format in FLOAT_TYPES:
+        header[f.EMBEDDING] = plan.plain(EMBEDDING, c.vocab_size, c.hidden_size, embedding_format)
+    elif not tied:
+        header[f.EMBEDDING] = plan.matrix([EMBEDDING], [c.vocab_size], c.hidden_size, embedding_format)
     layers: list[int] = []
     for i in range(c.num_layers):
-        at = f"model.layers.{i}."
-        qkv = [at + f"self_attn.{p}_proj" for p in "qkv"]
-        gate_up = [at + f"mlp.{p}_proj" for p in ("gate", "up")]
-        out, down = [at + "self_attn.o_proj"], [at + "mlp.down_proj"]
-        qkv_rows, ffn_rows = (q_size, kv_size, kv_size), (c.intermediate_size,) * 2
-        layers += [
-            blob.add(source.vector(at + "input_layernorm.weight", c.hidden_size)),
-            blob.add(source.stacked(qkv, qkv_rows, c.hidden_size)),
-            blob.add(source.stacked_bias(qkv, qkv_rows)),
-            blob.add(source.optional(at + "self_attn.q_norm.weight", c.head_dim)),
-            blob.add(source.optional(at + "self_attn.k_norm.weight", c.head_dim)),
-            blob.add(source.stacked(out, (c.hidden_size,), q_size)),
-            blob.add(source.stacked_bias(out, (c.hidden_size,))),
-            blob.add(source.vector(at + "post_attention_layernorm.weight", c.hidden_size)),
-            blob.add(source.stacked(gate_up, ffn_rows, c.hidden_size)),
-            blob.add(source.stacked_bias(gate_up, ffn_rows)),
-            blob.add(source.stacked(down, (c.hidden_size,), c.intermediate_size)),
-            blob.add(source.stacked_bias(down, (c.hidden_size,))),
-            int(c.windows[i]) if c.windows else -1,
-            int(c.use_rope[i]) if c.use_rope else 1,
-            *[DTYPES.index(dtype)] * 4,
-        ]
-    header[DescriptorField.BLOB_BYTES] = blob.size
-    return StepWeights(blob.tensor(), torch.tensor(header + layers, dtype=torch.int64))
+        at, l = f"model.layers.{i}.", LayerField
+        words = {
+            l.ATTENTION_NORM: plan.vectors([at + "input_layernorm.weight"], [c.hidden_size], required=True),
+            l.Q_NORM: plan.vectors([at + "self_attn.q_norm.weight"], [c.head_dim]),
+            l.K_NORM: plan.vectors([at + "self_attn.k_norm.weight"], [c.head_dim]),
+            l.FFN_NORM: plan.vectors([at + "post_attention_layernorm.weight"], [c.hidden_size], required=True),
+            l.WINDOW: int(c.windows[i]) if c.windows else -1,
+            l.USE_ROPE: int(c.use_rope[i]) if c.use_rope else 1,
+        }
+        products = (
+            (
+                l.QKV,
+                ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+                (q_size, kv_size, kv_size),
+                c.hidden_size,
+            ),
+            (l.ATTENTION_OUT, ("self_attn.o_proj",), (c.hidden_size,), q_size),
+            (l.GATE_UP, ("mlp.gate_proj", "mlp.up_proj"), (c.intermediate_size,) * 2, c.hidden_size),
+            (l.DOWN, ("mlp.down_proj",), (c.hidden_size,), c.intermediate_size),
+        )
+        for matrix, modules, rows_of, columns in products:
+            weights = [at + module + ".weight" for module in modules]
+            packed_as = plan.format_of(weights)
+            words[matrix] = plan.matrix(weights, rows_of, columns, packed_as)
+            words[l[matrix.name + "_BIAS"]] = plan.vectors([at + module + ".bias" for module in modules], rows_of)
+            words[l[matrix.name + "_TYPE"]] = FORMATS.index(packed_as)
+        layers += [words[field] for field in LayerField]
+    header[f.BLOB_BYTES] = plan.size
+    descriptor = torch.tensor([header[field] for field in DescriptorField] + layers, dtype=torch.int64)
+    return StepWeights(plan.fill(tensors["model.norm.weight"].device), descriptor)
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape
+def _is_tied(tensors: Weights) -> bool:
+    """Whether the head is the embedding: it is missing, or, unless read lazily, the same tensor."""
+    if "lm_head.weight" not in tensors:
+        return True
+    if hasattr(tensors, "kind") or EMBEDDING not in tensors:
+        return False
+    head, embedding = tensors["lm_head.weight"], tensors[EMBEDDING]
+    if isinstance(head, Tensor) and isinstance(embedding, Tensor):
+        return head.data_ptr() == embedding.data_ptr() and head.shape == embedding.shape
+    return head is embedding
 
 
 def save_step_weights(weights: StepWeights, path: str | Path) -> None:

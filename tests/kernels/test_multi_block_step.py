@@ -393,7 +393,7 @@ def test_packing_names_the_tensor(models: dict[str, Model]) -> None:
         pack_step_weights(missing, model.config, torch.float32)
     with pytest.raises(ValueError, match=rf"{name} must have shape \[40, 52\], got \[40, 51\]"):
         pack_step_weights(model.tensors | {name: torch.zeros(40, 51)}, model.config, torch.float32)
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.down_proj holds NaN"):
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.down_proj\.weight holds NaN"):
         pack_step_weights(model.tensors | {name: torch.full((40, 52), float("nan"))}, model.config, torch.float32)
 
 
