@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 LANES = 16  # columns of one packed weight panel
+GROUP = 32  # values of k that share a scale in an int8 or int4 weight
+RECORD_BYTES = {"int8": 544, "int4": 320}  # of one panel and group
 
 _LAYOUT = "Tensor cu_seqlens_q, Tensor segments, Tensor cu_segments"
 _SAMPLING = (
@@ -182,9 +184,17 @@ def _qkv(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _linear(op: str, arg: str, weight: Tensor, bias: Tensor | None, inner: Any, outer: Any, name: str) -> None:
-    _dtype(op, arg, weight, *FLOATS)
     panels = (outer + LANES - 1) // LANES
-    _shape(op, arg, weight, f"[ceil({name}/{LANES}), in_features, {LANES}]", (panels, inner, LANES))
+    if weight.dtype == torch.uint8:
+        groups, records = (inner + GROUP - 1) // GROUP, tuple(RECORD_BYTES.values())
+        _shape(op, arg, weight, f"[ceil({name}/{LANES}), ceil(in_features/{GROUP}), record]", (panels, groups, "*"))
+        torch._check(
+            weight.shape[2] in records,
+            lambda: f"{op}: {arg} of uint8 must hold records of 544 (int8) or 320 bytes (int4), got {weight.shape[2]}",
+        )
+    else:
+        _dtype(op, arg, weight, *FLOATS)
+        _shape(op, arg, weight, f"[ceil({name}/{LANES}), in_features, {LANES}]", (panels, inner, LANES))
     if bias is not None:
         _dtype(op, "bias", bias, *FLOATS)
         _shape(op, "bias", bias, f"[{name}]", (outer,))

@@ -20,12 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jacobi_kernels._ops import LANES
+from jacobi_kernels._ops import GROUP, LANES, RECORD_BYTES
 from jacobi_kernels.packing import put_rows, take_rows
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")  # in the order of WeightType (csrc/common/packed.h)
-GROUP = 32  # values of k that share a scale
-RECORD_BYTES = {"int8": 544, "int4": 320}  # of 16 columns and one group
 _Q_TYPES = {"int8": torch.int8, "int4": torch.uint8}
 _HALVES = 2 * LANES  # bytes of 16 float16
 _BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}

@@ -59,7 +59,9 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: 
         ``[..., in_features]`` float32 or bfloat16.
     weight : Tensor
         ``[ceil(out_features / 16), in_features, 16]`` float32 or bfloat16, from
-        :func:`jacobi_kernels.packing.pack_weight`.
+        :func:`jacobi_kernels.packing.pack_weight`; or, on CPUs, uint8 ``[ceil(out_features / 16),
+        ceil(in_features / 32), 544 (int8) or 320 (int4)]``, from :func:`jacobi_kernels.grouped.pack_grouped`: the bits
+        are those of the dequantised matrix in float32.
     bias : Tensor or None
         ``[out_features]`` float32 or bfloat16.
     out_features : int
@@ -295,7 +297,7 @@ def argmax_verify(
     hidden : Tensor
         ``[T, E]`` float32 or bfloat16, after the final norm.
     lm_head : Tensor
-        ``[ceil(V / 16), E, 16]`` float32 or bfloat16, packed.
+        ``[ceil(V / 16), E, 16]`` float32 or bfloat16, packed; or int8 or int4 as in :func:`packed_linear`.
     bias : Tensor or None
         ``[V]`` float32 or bfloat16.
     vocab_size : int
@@ -490,7 +492,8 @@ def multi_block_step(
     Parameters
     ----------
     weights, descriptor, workspace : Tensor
-        The packed model, its description and scratch memory, from :mod:`jacobi_kernels.step_weights`.
+        The packed model (int8 and int4 on CPUs only), its description and scratch memory, from
+        :mod:`jacobi_kernels.step_weights`.
     k_cache, v_cache, page_table
         As in :func:`commit`.
     cache_seqlens, tokens, segments, cu_seqlens_q, cu_segments, text, pool, state, stop_tokens : Tensor

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jacobi_kernels.grouped import dequantize_packed
 from jacobi_kernels.packing import unpack_weight
 from jacobi_kernels.sampling import splitmix64
 
@@ -42,7 +43,9 @@ def packed_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, *, dtype: torch.dtype = torch.float64
 ) -> Tensor:
     """``x @ W.T + bias``: ``[..., out_features]``."""
-    y = x.to(dtype) @ unpack_weight(weight, out_features).to(dtype).T
+    grouped = weight.dtype == torch.uint8
+    w = dequantize_packed(weight, out_features, x.shape[-1]) if grouped else unpack_weight(weight, out_features)
+    y = x.to(dtype) @ w.to(dtype).T
     return y if bias is None else y + bias.to(dtype)
 
 

@@ -12,8 +12,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from jacobi_kernels._ops import LANES
-from jacobi_kernels.grouped import GROUP, RECORD_BYTES, GroupedMatrix, put_grouped, quantize
+from jacobi_kernels._ops import GROUP, LANES, RECORD_BYTES
+from jacobi_kernels.grouped import GroupedMatrix, put_grouped, quantize
 from jacobi_kernels.packing import put_rows
 
 ALIGNMENT = 64

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from jacobi_kernels.grouped import FORMATS
-from jacobi_kernels.step_blob import ALIGNMENT as ALIGNMENT
 from jacobi_kernels.step_blob import FLOAT_TYPES, BlobPlan, Weights, aligned_bytes
 
 STEP_MAGIC = 0x4A41434F42490002  # "JACOBI", format 2

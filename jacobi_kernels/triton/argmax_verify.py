@@ -27,7 +27,7 @@ from jacobi_kernels.triton.filtered import sample_filtered
 from jacobi_kernels.triton.noise import gumbel, noise_key
 from jacobi_kernels.triton.packed_linear import NUM_STAGES, NUM_WARPS, Tiling, accumulate, tiling
 from jacobi_kernels.triton.plan import Plan, plan_rows
-from jacobi_kernels.triton.runtime import INTERPRETED, CompileCase, check_dense, check_runs_here, launch
+from jacobi_kernels.triton.runtime import INTERPRETED, CompileCase, check_dense, check_floats, check_runs_here, launch
 from jacobi_kernels.triton.vec_math import EXACT, tanh
 
 OP = "argmax_verify"
@@ -409,6 +409,7 @@ def argmax_verify(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`jacobi_kernels.ops.argmax_verify`; a sequence whose layout breaks a rule gets no predictions."""
     check_runs_here(OP, hidden, lm_head, bias)
+    check_floats(OP, "lm_head", lm_head)
     layout = (cu_seqlens_q, segments, cu_segments)
     samplers = (temperature, top_k, top_p, seeds, logits_scratch)
     rows, batch = check_argmax_verify(

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jacobi_kernels._ops import LANES, check_packed_linear
-from jacobi_kernels.triton.runtime import INTERPRETED, CompileCase, check_dense, check_runs_here, launch
+from jacobi_kernels.triton.runtime import INTERPRETED, CompileCase, check_dense, check_floats, check_runs_here, launch
 
 OP = "packed_linear"
 PROGRAMS = 128  # wanted at least: one for nearly every multiprocessor of the GPUs that this is written for
@@ -261,6 +261,7 @@ def launch_product(
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
     """``x @ W.T + bias`` as :func:`jacobi_kernels.ops.packed_linear`: ``[..., out_features]`` in ``x``'s dtype."""
     check_runs_here(OP, x, weight, bias)
+    check_floats(OP, "weight", weight)
     check_packed_linear(x, weight, bias, out_features)
     check_dense(OP, weight=weight, bias=bias)
     y = x.new_empty((*x.shape[:-1], out_features))

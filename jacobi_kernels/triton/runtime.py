@@ -126,3 +126,9 @@ def check_runs_here(op: str, *tensors: Tensor | None) -> None:
                 )
             if tensor.dtype == torch.bfloat16:
                 raise RuntimeError(f"{op}: Triton's interpreter computes float32 only: use float32 tensors")
+
+
+def check_floats(op: str, name: str, weight: Tensor) -> None:
+    """Raise RuntimeError in one line for a packed weight of int8 or int4."""
+    if weight.dtype == torch.uint8:
+        raise RuntimeError(f"{op}: {name} is packed in int8 or int4, which run on CPUs only: pack float32 or bfloat16")

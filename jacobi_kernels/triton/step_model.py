@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from jacobi_kernels._ops import LANES
-from jacobi_kernels.step_weights import ALIGNMENT, DTYPES, DescriptorField, LayerField
+from jacobi_kernels.grouped import FORMATS
+from jacobi_kernels.step_blob import ALIGNMENT, FLOAT_TYPES
+from jacobi_kernels.step_weights import DescriptorField, LayerField
 from jacobi_kernels.triton.argmax_verify import Head, Verdict, verdict_shapes
 from jacobi_kernels.triton.packed_linear import Tiling, tiling
 
@@ -40,7 +42,13 @@ class StepModel:
 
     def __init__(self, blob: Tensor, descriptor: Tensor) -> None:
         words = self._words = descriptor.tolist()
-        self._blob, self.dtype = blob, DTYPES[words[F.WEIGHT_TYPE]]
+        form = FORMATS[words[F.WEIGHT_TYPE]]
+        if form not in FLOAT_TYPES:
+            raise RuntimeError(
+                f"multi_block_step: the weights are packed in {form}, which runs on CPUs only: "
+                "pack them in float32 or bfloat16"
+            )
+        self._blob, self.dtype = blob, FLOAT_TYPES[form]
         self.layers, self.hidden, self.vocab = words[F.LAYERS], words[F.HIDDEN], words[F.VOCAB]
         self.heads, self.kv_heads, self.head_dim = words[F.HEADS], words[F.KV_HEADS], words[F.HEAD_DIM]
         self.ffn, self.rotated = words[F.FFN], words[F.ROPE_DIM]
