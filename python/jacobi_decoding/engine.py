@@ -9,7 +9,10 @@ import torch
 
 from jacobi_decoding.devices import DeviceError, interpreted, model_device, runs_triton
 from jacobi_decoding.errors import UnsupportedModelError
+from jacobi_decoding.packed_loading import check_packed_device
+from jacobi_decoding.packed_model import PackedModel
 from jacobi_decoding.sampling import SamplingParams
+from jacobi_decoding.step_config import step_class
 from jacobi_kernels.state import DecodeState, StateColumn
 
 CHECK_TOKENS = 8
@@ -38,14 +41,25 @@ class Engine(Protocol):
 def choose_engine(model: Any, path: str, step_mode: str | None = None) -> tuple[Engine, str]:
     """The engine for ``path`` ('auto', 'step' or 'modules') on the model's device, and the reason in words.
 
+    model: a transformers causal language model, or a PackedModel, which knows the step path on the CPU only.
     step_mode: of a DeviceStepEngine. UnsupportedModelError when the wanted path, or with 'auto' neither, can run the
     model; ValueError for another path.
     """
     if path not in ("auto", "step", "modules"):
         raise ValueError(f"path must be 'auto', 'step' or 'modules', got {path!r}")
+    from jacobi_decoding.step_engine import StepEngine
+
+    if isinstance(model, PackedModel):
+        check_packed_device(model.format, model.device)
+        if path == "modules":
+            remedy = "leave out path='modules', or load the model with packed=False"
+            raise UnsupportedModelError("packed weights", "there are no modules to run", remedy)
+        packed = StepEngine(model)
+        check_packed_engine(packed)
+        return packed, _step_reason(path, step_class(model.config))
+    # Not before: they import transformers' modelling code, which packed weights do without.
     from jacobi_decoding.device_engine import DeviceStepEngine
     from jacobi_decoding.module_engine import ModuleEngine
-    from jacobi_decoding.step_engine import StepEngine
 
     device = model_device(model)
     triton = runs_triton(device)
@@ -60,8 +74,12 @@ def choose_engine(model: Any, path: str, step_mode: str | None = None) -> tuple[
         if path == "step":
             raise
         return ModuleEngine(model), f"{error.what}: {error.why}"
-    name = type(model).__name__.removesuffix("ForCausalLM")
-    return engine, "asked for" if path == "step" else f"{name} models run as one op per step"
+    return engine, _step_reason(path, type(model).__name__)
+
+
+def _step_reason(path: str, model_class: str) -> str:
+    name = model_class.removesuffix("ForCausalLM")
+    return "asked for" if path == "step" else f"{name} models run as one op per step"
 
 
 @torch.no_grad()
@@ -95,4 +113,29 @@ def check_step_engine(engine: Any) -> None:
             f"{type(model).__name__} on the step path",
             "its tokens differ from those of the model's own forward in the self-check",
             "use path='modules'",
+        )
+
+
+def check_packed_engine(engine: Any) -> None:
+    """Decode a few tokens in blocks of 8 and one by one, and compare tokens, keys and values bit for bit.
+
+    There is no forward of the model's own to compare with. Raises UnsupportedModelError where they differ.
+    """
+    prompt = [(7 * i + 3) % engine.vocab_size for i in range(CHECK_TOKENS)]
+    runs = []
+    for block_size, chain in ((CHECK_TOKENS, None), (1, 1)):
+        state = DecodeState.allocate(
+            [prompt], max_new_tokens=CHECK_TOKENS, block_size=block_size, blocks=1, candidates=0, chain_capacity=chain
+        )
+        with engine.running():
+            cache = engine.allocate_cache(1, state.cache_capacity)
+            while state.running:
+                engine.step(state, cache, SamplingParams())
+        known = 2 * CHECK_TOKENS - 1  # the last token is emitted, not evaluated
+        runs.append((torch.tensor(state.generated(0)), cache.k_cache[:, 0, :known], cache.v_cache[:, 0, :known]))
+    if not all(torch.equal(at_once, one_by_one) for at_once, one_by_one in zip(*runs, strict=True)):
+        raise UnsupportedModelError(
+            "packed weights",
+            f"{CHECK_TOKENS} tokens evaluated at once differ from those evaluated one by one in the self-check",
+            "load the model with packed=False",
         )

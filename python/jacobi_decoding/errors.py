@@ -14,3 +14,13 @@ class UnsupportedModelError(ValueError):
 
     def __reduce__(self) -> tuple[type[UnsupportedModelError], tuple[str, str, str]]:
         return type(self), (self.what, self.why, self.remedy)
+
+
+class LoadError(ValueError):
+    """A model that cannot be loaded; one line that ends with the remedy."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line without its full stop."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(".:; ")

@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 
-from jacobi_decoding.adapter import attention_of, base_model
 from jacobi_decoding.devices import DeviceError
-from jacobi_decoding.refusals import cache_name
 from jacobi_decoding.step_engine import StepCache
 from jacobi_kernels.state import DecodeState, StateColumn
 
@@ -42,6 +40,9 @@ def take_in_prompts(model: Any, state: DecodeState, cache: StepCache, attention:
     state: before its first step, beside the model, as is the cache. attention: transformers' name of what attends.
     """
     from transformers import DynamicCache
+
+    from jacobi_decoding.adapter import attention_of, base_model
+    from jacobi_decoding.refusals import cache_name
 
     lengths = state.state[:, StateColumn.PROMPT_LEN].tolist()
     decoder = base_model(model).get_decoder()

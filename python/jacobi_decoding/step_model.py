@@ -10,7 +10,7 @@ from torch import nn
 
 from jacobi_decoding.devices import model_device
 from jacobi_decoding.errors import UnsupportedModelError
-from jacobi_kernels.step_weights import DTYPES, StepConfig, StepWeights, pack_step_weights
+from jacobi_kernels.step_weights import StepConfig, StepWeights, pack_step_weights
 
 STEP_CLASSES = (
     "LlamaForCausalLM",
@@ -47,24 +47,24 @@ def describe_step_model(model: Any) -> StepModel:
     """Sizes and constants of ``model`` for the step op; UnsupportedModelError, with the reason, if it cannot run it."""
     name = type(model).__name__
     if name not in STEP_CLASSES:
-        raise _refusal(name, "multi_block_step runs " + ", ".join(c.removesuffix("ForCausalLM") for c in STEP_CLASSES))
+        raise step_refusal(name)
     dtypes = {p.dtype for p in model.parameters()}
-    if len(dtypes) != 1 or not dtypes <= set(DTYPES):
-        raise _refusal(name, "all weights must be float32, or all bfloat16")
+    if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.bfloat16}:
+        raise step_refusal(name, "all weights must be float32, or all bfloat16")
     model_device(model)
     _check_modules(name, model)
     c = model.config
     layers = model.model.layers
     for layer in layers:
         if type(layer.mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
-            raise _refusal(name, f"its activation is {type(layer.mlp.act_fn).__name__}, not SiLU")
+            raise step_refusal(name, f"its activation is {type(layer.mlp.act_fn).__name__}, not SiLU")
     epsilons = {m.variance_epsilon for m in model.modules() if hasattr(m, "variance_epsilon")}
     if len(epsilons) != 1:
-        raise _refusal(name, f"its norms must share one epsilon, found {sorted(epsilons)}")
+        raise step_refusal(name, f"its norms must share one epsilon, found {sorted(epsilons)}")
     rope = getattr(model.model, "rotary_emb", None)
     kind = getattr(rope, "rope_type", "default")
     if rope is None or kind not in FIXED_ROPE:
-        raise _refusal(name, f"its rotary frequencies ({kind}) may change with the length")
+        raise step_refusal(name, f"its rotary frequencies ({kind}) may change with the length")
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     config = StepConfig(
         num_layers=len(layers),
@@ -86,11 +86,12 @@ def describe_step_model(model: Any) -> StepModel:
 def _window(layer: Any, config: Any, index: int) -> int:
     """Earlier keys that a layer's queries see: transformers' window counts the query itself; -1 is all."""
     kinds = getattr(config, "layer_types", None)
-    if kinds is not None and kinds[index] != "sliding_attention":
-        return -1
-    window = getattr(layer.self_attn, "sliding_window", None)
-    if window is None and kinds is None and type(layer.self_attn).__name__.startswith("Mistral"):
-        window = config.sliding_window
+    if type(layer.self_attn).__name__.startswith("Mistral"):
+        window = config.sliding_window  # of every layer, whatever layer_types says
+    elif kinds is not None and kinds[index] != "sliding_attention":
+        window = None
+    else:
+        window = getattr(layer.self_attn, "sliding_window", None)
     return -1 if window is None else int(window) - 1
 
 
@@ -100,12 +101,14 @@ def _check_modules(name: str, model: Any) -> None:
     for path, module in model.named_modules():
         hooks = (module._forward_hooks, module._forward_pre_hooks)
         if any(hooks):
-            raise _refusal(name, f"module {path or 'itself'} has forward hooks, which the op would not call")
+            raise step_refusal(name, f"module {path or 'itself'} has forward hooks, which the op would not call")
         if isinstance(module, plain) and type(module) not in plain:
-            raise _refusal(name, f"{path} is a {type(module).__name__}, not a plain layer")
+            raise step_refusal(name, f"{path} is a {type(module).__name__}, not a plain layer")
         if path.endswith("_proj") and type(module) is not nn.Linear:
-            raise _refusal(name, f"{path} is a {type(module).__name__}, not a plain linear layer")
+            raise step_refusal(name, f"{path} is a {type(module).__name__}, not a plain linear layer")
 
 
-def _refusal(name: str, why: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{name} on the step path", why, _REMEDY)
+def step_refusal(name: str, why: str = "") -> UnsupportedModelError:
+    """That the step op cannot run a model of class ``name``; ``why``: by default, that it is of another kind."""
+    kinds = ", ".join(c.removesuffix("ForCausalLM") for c in STEP_CLASSES)
+    return UnsupportedModelError(f"{name} on the step path", why or f"multi_block_step runs {kinds}", _REMEDY)

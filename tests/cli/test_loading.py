@@ -25,9 +25,9 @@ def test_folder(tiny_folder: Path, dtype: Any) -> None:
     assert loaded.model.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
-@pytest.mark.parametrize("dtype", ["float16", torch.float64, "int8", "no-such-type"])
+@pytest.mark.parametrize("dtype", ["float16", torch.float64, "int2", "no-such-type"])
 def test_dtypes_without_kernels(tiny_folder: Path, dtype: Any) -> None:
-    with pytest.raises(LoadError, match="float32 or bfloat16"):
+    with pytest.raises(LoadError, match="bfloat16, int8 or int4"):
         load_model(tiny_folder, dtype)
 
 
