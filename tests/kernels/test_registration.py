@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch import Tensor
 import jacobi_kernels
 from jacobi_kernels import StepConfig, ops, pack_step_weights
 from jacobi_kernels._ops import SCHEMAS
+from jacobi_kernels.grouped import pack_grouped
 from jacobi_kernels.state import DecodeState
 from tests.kernels.helpers import (
     assert_equal,
@@ -24,6 +26,7 @@ from tests.kernels.helpers import (
     int32,
     make_cache,
     make_layout,
+    random_grouped,
     random_linear,
     random_tensor,
 )
@@ -111,6 +114,11 @@ def verify_call(dtype: torch.dtype, sampling: bool = False) -> Call:
     return arguments("argmax_verify", *values, **(options if sampling else {}))
 
 
+def grouped_verify_call(dtype: torch.dtype) -> Call:
+    call = verify_call(dtype)
+    return call._replace(args=call.args | {"lm_head": pack_grouped(random_grouped(6, 40, 16, "int8"))})
+
+
 def commit_call(dtype: torch.dtype, page_size: int | None = None) -> Call:
     cache = make_cache(7, [6], 8, 2, 8, dtype, page_size)
     k = torch.stack([cache.k, cache.k]).nan_to_num(1.0)
@@ -140,7 +148,7 @@ def redraft_call() -> Call:
     return arguments("redraft", *values, state.stop_tokens, **DRAFT)
 
 
-def step_call(dtype: torch.dtype) -> Call:
+def step_call(dtype: torch.dtype, form: str | None = None) -> Call:
     config = StepConfig(
         num_layers=1,
         hidden_size=16,
@@ -165,7 +173,7 @@ def step_call(dtype: torch.dtype) -> Call:
         "model.layers.0.mlp.down_proj": (16, 24),
     }
     tensors = {name + ".weight": random_tensor(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
-    weights, state = pack_step_weights(tensors, config, dtype), decode_state()
+    weights, state = pack_step_weights(tensors, config, form or dtype), decode_state()
     caches = weights.allocate_cache(2, state.cache_capacity)
     values = (weights.blob, weights.descriptor, *caches, state.cache_seqlens, state.tokens, state.segments)
     values += (state.cu_seqlens_q, state.cu_segments, state.text, state.pool, state.state, state.stop_tokens)
@@ -176,6 +184,11 @@ def step_call(dtype: torch.dtype) -> Call:
 def linear_call(dtype: torch.dtype) -> Call:
     bias = random_tensor(8, 21, dtype=dtype)
     return arguments("packed_linear", random_tensor(9, 2, 3, 24, dtype=dtype), random_linear(10, 21, 24), bias, 21)
+
+
+def grouped_linear_call(dtype: torch.dtype, form: str) -> Call:
+    call = linear_call(dtype)
+    return call._replace(args=call.args | {"weight": pack_grouped(random_grouped(10, 21, 24, form))})
 
 
 def loss_call(dtype: torch.dtype) -> Call:
@@ -197,6 +210,8 @@ CALLS: dict[str, Callable[[torch.dtype], Call]] = {
     "packed_linear_without_rows": lambda d: linear_call(d)._replace(
         args={"x": torch.empty(0, 8, dtype=d), "weight": random_linear(1, 5, 8), "bias": None, "out_features": 5}
     ),
+    "packed_linear_int8": lambda d: grouped_linear_call(d, "int8"),
+    "packed_linear_int4": lambda d: grouped_linear_call(d, "int4"),
     "activation": lambda d: arguments("activation", random_tensor(11, 5, 7, dtype=d), "gelu"),
     "activation_of_a_transposed_view": lambda d: arguments("activation", random_tensor(11, 5, 7, dtype=d).T, "silu"),
     "activation_of_nothing": lambda d: arguments("activation", torch.empty(0, 3, dtype=d), "tanh"),
@@ -216,6 +231,7 @@ CALLS: dict[str, Callable[[torch.dtype], Call]] = {
     "consistency_loss": loss_call,
     "consistency_loss_backward": loss_backward_call,
     "multi_block_step": step_call,
+    "multi_block_step_int4": lambda d: step_call(d, "int4"),
 }
 
 
@@ -323,6 +339,18 @@ REFUSALS: list[tuple[str, str, Any, str]] = [
         "weight",
         torch.zeros(3, 24, 16),
         r"weight must have shape .* = \[2, 24, 16\], got \[3, 24, 16\]",
+    ),
+    (
+        "packed_linear",
+        "weight",
+        torch.zeros(2, 1, 500, dtype=torch.uint8),
+        r"weight of uint8 must hold records of 544",
+    ),
+    (
+        "packed_linear",
+        "weight",
+        torch.zeros(2, 2, 544, dtype=torch.uint8),
+        r"weight must have shape .* = \[2, 1, \*\], got \[2, 2, 544\]",
     ),
     ("packed_linear", "bias", torch.zeros(20), r"bias must have shape \[out_features\] = \[21\], got \[20\]"),
     ("activation", "kind", "swish", "kind must be one of silu, .*, got 'swish'"),
@@ -462,6 +490,7 @@ def test_tensors_of_two_devices_are_refused(name: str) -> None:
     "name",
     [
         "packed_linear",
+        "packed_linear_int8",
         "activation",
         "multi_block_attention",
         "multi_block_attention_backward",
@@ -479,6 +508,15 @@ def test_fakes_tell_shapes_and_dtypes(name: str, dtype: torch.dtype) -> None:
     pairs = zip(real, fake, strict=True) if isinstance(real, tuple) else [(real, fake)]
     for r, f in pairs:
         assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride())
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 500), (2, 2, 544), (1, 1, 320)])
+def test_fakes_check_records(shape: tuple[int, ...]) -> None:
+    call = linear_call(torch.float32)
+    meta = {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in call.args.items()}
+    weight = torch.empty(shape, dtype=torch.uint8, device="meta")
+    with pytest.raises(RuntimeError, match=r"packed_linear: weight (of uint8 must hold records|must have shape)"):
+        call._replace(args=meta).run(weight=weight)
 
 
 def test_fakes_check_too() -> None:
@@ -503,6 +541,21 @@ def test_environment_chooses_the_instruction_set() -> None:
     assert python(ask, JACOBI_CPU_ISA="scalar") == "scalar\n"
     warned = python(ask, JACOBI_CPU_ISA="mmx")
     assert "JACOBI_CPU_ISA=mmx is not available here" in warned
+
+
+@pytest.mark.parametrize("name", ["packed_linear_int8", "argmax_verify_int8", "multi_block_step_int4"])
+def test_triton_refuses_int8_and_int4(name: str) -> None:
+    code = f"""
+import torch
+from tests.kernels.test_registration import CALLS, grouped_verify_call
+call = grouped_verify_call(torch.float32) if {name!r} == "argmax_verify_int8" else CALLS[{name!r}](torch.float32)
+call.run()
+"""
+    output = python(code, JACOBI_BACKEND="triton", TRITON_INTERPRET="1")
+    assert re.fullmatch(
+        r"RuntimeError: \w+: (the weights are|weight is|lm_head is) packed in int.*, which runs? on CPUs only: pack .*",
+        output.splitlines()[-1],
+    )
 
 
 def test_a_missing_binary_says_how_to_build_it() -> None:
