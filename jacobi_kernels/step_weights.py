@@ -21,7 +21,6 @@ from jacobi_kernels.grouped import FORMATS
 from jacobi_kernels.step_blob import FLOAT_TYPES, BlobPlan, Weights, aligned_bytes
 
 STEP_MAGIC = 0x4A41434F42490002  # "JACOBI", format 2
-DTYPES = (torch.float32, torch.bfloat16)
 EMBEDDING = "model.embed_tokens.weight"
 
 
