@@ -32,6 +32,7 @@ from jacobi_kernels.triton.vec_math import EXACT, tanh
 
 OP = "argmax_verify"
 NO_ID = tl.constexpr(2147483647)
+SELECT_BLOCK = 512  # rows at a time; more would spill on sm_80
 
 
 @triton.jit
@@ -333,7 +334,7 @@ def verify(
         SAMPLING=heat is not None,
         HAS_TOP_K=heat is not None and sampling.top_k is not None,
         HAS_TOP_P=heat is not None and sampling.top_p is not None,
-        BLOCK=min(4096 if INTERPRETED else 1024, max(16, triton.next_power_of_2(rows))),
+        BLOCK=min(4096 if INTERPRETED else SELECT_BLOCK, max(16, triton.next_power_of_2(rows))),
     )
     tiles = triton.cdiv(n, cut.block_n)
     launch(
@@ -437,7 +438,7 @@ def compile_cases() -> list[CompileCase]:
     signature = pointers | {"num_final": "*i32", "num_final_stride": "i32", "temperature": "*fp32", "top_k": "*i32"}
     signature |= {"top_p": "*fp32", "seeds": "*i64"}
     signature |= dict.fromkeys(("predictions", "plain", "filtered", "counts", "keys"), "*i32") | {"rows": "i32"}
-    constants = dict.fromkeys(("HAS_FINAL", "SAMPLING", "HAS_TOP_K", "HAS_TOP_P"), True) | {"BLOCK": 1024}
+    constants = dict.fromkeys(("HAS_FINAL", "SAMPLING", "HAS_TOP_K", "HAS_TOP_P"), True) | {"BLOCK": SELECT_BLOCK}
     cases = [_case("select", select_kernel, signature, constants)]
     for model, vocab, width in (
         ("SmolLM2-135M", 49152, 576),
