@@ -22,10 +22,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> argmax_verify(
   const int64_t rows = hidden.size(0), width = hidden.size(1);
   check_value(vocab_size >= 1 && vocab_size <= INT32_MAX - 16, kOp, "vocab_size", vocab_size,
               "at least 1 and below 2^31");
-  check_cpu(lm_head, kOp, "lm_head");
-  check_floating(lm_head, kOp, "lm_head");
-  check_shape(lm_head, kOp, "lm_head", "[ceil(vocab_size / 16), hidden, 16]", {(vocab_size + 15) / 16, width, 16});
-  check_contiguous(lm_head, kOp, "lm_head");
+  check_packed(lm_head, kOp, "lm_head", vocab_size, width, "[ceil(vocab_size / 16), hidden, 16]",
+               "[ceil(vocab_size / 16), ceil(hidden / 32), record]");
   if (bias.has_value()) {
     check_cpu(*bias, kOp, "bias");
     check_floating(*bias, kOp, "bias");

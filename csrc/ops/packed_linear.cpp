@@ -9,30 +9,14 @@ namespace {
 
 constexpr const char* kOp = "packed_linear";
 
-void check_packed(const Tensor& weight, int64_t n, int64_t k) {
-  const int64_t panels = (n + kPanel - 1) / kPanel;
-  if (weight.scalar_type() != ScalarType::Byte) {
-    check_floating(weight, kOp, "weight");
-    check_shape(weight, kOp, "weight", "[ceil(out_features / 16), in_features, 16]", {panels, k, kPanel});
-    return;
-  }
-  constexpr int64_t record8 = sizeof(Int8Group), record4 = sizeof(Int4Group);
-  check_shape(weight, kOp, "weight", "[ceil(out_features / 16), ceil(in_features / 32), record]",
-              {panels, (k + kGroup - 1) / kGroup, kAny});
-  if (weight.size(2) != record8 && weight.size(2) != record4)
-    fail(kOp, "weight of uint8 must hold records of ", record8, " bytes (int8) or ", record4, " (int4), got ",
-         shape_string(weight));
-}
-
 Tensor packed_linear(const Tensor& x_in, const Tensor& weight, std::optional<Tensor> bias, int64_t out_features) {
   check_cpu(x_in, kOp, "x");
   check_floating(x_in, kOp, "x");
   if (x_in.dim() < 1) fail(kOp, "x must have shape [..., in_features], got ", shape_string(x_in));
   check_value(out_features >= 0, kOp, "out_features", out_features, "at least 0");
   const int64_t k = x_in.size(x_in.dim() - 1);
-  check_cpu(weight, kOp, "weight");
-  check_packed(weight, out_features, k);
-  check_contiguous(weight, kOp, "weight");
+  check_packed(weight, kOp, "weight", out_features, k, "[ceil(out_features / 16), in_features, 16]",
+               "[ceil(out_features / 16), ceil(in_features / 32), record]");
   if (bias.has_value()) {
     check_cpu(*bias, kOp, "bias");
     check_floating(*bias, kOp, "bias");

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from jacobi_kernels import ops, reference
+from jacobi_kernels.grouped import pack_grouped
 from jacobi_kernels.packing import pack_weight
 from jacobi_kernels.sampling import row_seeds, splitmix64
 from tests.kernels.helpers import (
@@ -24,9 +25,11 @@ from tests.kernels.helpers import (
     chains,
     int32,
     make_layout,
+    random_grouped,
     random_layout,
     random_linear,
     random_tensor,
+    threads,
 )
 
 FLOATS = [torch.float32, torch.bfloat16]
@@ -136,6 +139,51 @@ def test_ties_nan_and_infinity() -> None:
     assert case.run()[0].tolist() == [39] * 6
     case.bias[12] = math.inf
     assert case.run()[0].tolist() == [12] * 6
+
+
+# int8 and int4 --------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=80)
+@given(
+    rows=st.integers(1, 70),
+    vocab=st.integers(1, 200),
+    width=st.integers(1, 140),
+    form=st.sampled_from(["int8", "int4"]),
+    dtype=st.sampled_from(FLOATS),
+    sampler=st.sampled_from([None, (0.8, 0, 1.0), (1.0, 9, 0.9)]),
+    count=st.sampled_from([1, 2]),
+    seed=st.integers(0, 1000),
+)
+def test_int8_and_int4_have_the_bits_of_their_float32_values(
+    rows: int,
+    vocab: int,
+    width: int,
+    form: str,
+    dtype: torch.dtype,
+    sampler: tuple[float, int, float] | None,
+    count: int,
+    seed: int,
+) -> None:
+    """Of the logits too, which the scratch keeps."""
+    case, matrix = Head(seed, chains(rows), vocab, width, dtype, bias=True), random_grouped(seed, vocab, width, form)
+    results = []
+    for weight in (pack_weight(matrix.dequantize()), pack_grouped(matrix)):
+        case.weight = weight
+        options = {} if sampler is None else case.sampling(*sampler)
+        with threads(count):
+            results.append((*case.run(**options), *([options["logits_scratch"]] if options else [])))
+    assert_equal(results[1], results[0])
+    logits = reference.token_logits(case.hidden, case.weight, case.bias, vocab)
+    lost = logits.max(1).values - logits.gather(1, case.run()[0].long()[:, None])[:, 0]
+    assert float(lost.max()) <= 1e-5 * float(logits.abs().max())
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_int8_and_int4_are_the_same_everywhere(form: str) -> None:
+    case = Head(30, chains(33), 1365, 100)
+    case.weight = pack_grouped(random_grouped(31, 1365, 100, form))
+    assert_same_everywhere(lambda: case.run(**case.sampling(0.8, 20, 0.9)))
 
 
 # Acceptance -----------------------------------------------------------------------------------------------------------

@@ -224,6 +224,7 @@ CALLS: dict[str, Callable[[torch.dtype], Call]] = {
     "cached_attention_of_views": cached_attention_of_views_call,
     "cached_attention_in_pages": lambda d: cached_attention_call(d, 4),
     "argmax_verify": verify_call,
+    "argmax_verify_int8": grouped_verify_call,
     "argmax_verify_sampling": lambda d: verify_call(d, sampling=True),
     "commit": commit_call,
     "commit_in_pages": lambda d: commit_call(d, 4),
@@ -370,6 +371,18 @@ REFUSALS: list[tuple[str, str, Any, str]] = [
     ("cached_attention_in_pages", "page_table", int32(0, 1, 2, 5)[None], r"page_table\[0, 3\] must be within 0\.\.4"),
     ("argmax_verify", "hidden", torch.zeros(7, 15), r"lm_head must have shape .* = \[3, 15, 16\], got \[3, 16, 16\]"),
     ("argmax_verify", "vocab_size", 50, r"lm_head must have shape .* = \[4, 16, 16\], got \[3, 16, 16\]"),
+    (
+        "argmax_verify",
+        "lm_head",
+        torch.zeros(3, 1, 100, dtype=torch.uint8),
+        "lm_head of uint8 must hold records of 544",
+    ),
+    (
+        "argmax_verify",
+        "lm_head",
+        torch.zeros(3, 2, 320, dtype=torch.uint8),
+        r"lm_head must have shape .* = \[3, 1, \*\], got \[3, 2, 320\]",
+    ),
     ("argmax_verify", "tokens", int32(1, 2), r"tokens must have shape \[T\] = \[7\], got \[2\]"),
     ("argmax_verify", "num_final", int32(1, 2), r"num_final must have shape .* = \[1\], got \[2\]"),
     ("argmax_verify_sampling", "temperature", torch.tensor([-1.0]), r"temperature\[0\] must be"),
@@ -547,9 +560,8 @@ def test_environment_chooses_the_instruction_set() -> None:
 def test_triton_refuses_int8_and_int4(name: str) -> None:
     code = f"""
 import torch
-from tests.kernels.test_registration import CALLS, grouped_verify_call
-call = grouped_verify_call(torch.float32) if {name!r} == "argmax_verify_int8" else CALLS[{name!r}](torch.float32)
-call.run()
+from tests.kernels.test_registration import CALLS
+CALLS[{name!r}](torch.float32).run()
 """
     output = python(code, JACOBI_BACKEND="triton", TRITON_INTERPRET="1")
     assert re.fullmatch(
