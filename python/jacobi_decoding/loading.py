@@ -21,7 +21,7 @@ import torch
 
 from jacobi_decoding.devices import checked_device
 from jacobi_decoding.errors import LoadError as LoadError
-from jacobi_decoding.errors import first_line
+from jacobi_decoding.errors import UnsupportedModelError, first_line
 from jacobi_decoding.gguf_file import GgufFile, check_gguf_magic
 from jacobi_decoding.lazy_weights import GgufTensors, SafetensorsFiles, TensorFiles
 from jacobi_decoding.model_cache import cached_gguf
@@ -89,7 +89,11 @@ def load_model(
     loaded: Any
     with _quiet_transformers():
         if packed:
-            loaded, tokenizer, problem = _load_packed(source, format, progress)
+            try:
+                loaded, tokenizer, problem = _load_packed(source, format, progress)
+            except UnsupportedModelError as error:
+                remedy = "load it with packed=False, in float32 or bfloat16"
+                raise UnsupportedModelError(error.what, error.why, remedy) from error
         else:
             loaded, tokenizer, problem = _load_modules(source, getattr(torch, format), progress)
             loaded = loaded.eval().to(target)

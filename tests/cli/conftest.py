@@ -53,7 +53,8 @@ def loaded_models() -> Iterator[None]:
     load, cache = arguments.load, {}
 
     def load_once(args: Any, **options: Any) -> Any:
-        key = (args.model, args.dtype, getattr(args, "device", "cpu"))
+        names = ("model", "dtype", "device", "path", "prefill")
+        key = (options.get("packed"), *(getattr(args, name, None) for name in names))
         if key not in cache:
             cache[key] = load(args, **options)
         return cache[key]

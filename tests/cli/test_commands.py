@@ -25,7 +25,7 @@ def test_help_names_the_commands(jacobi: Callable[..., Result]) -> None:
 def test_help_of_a_command(jacobi_here: Callable[..., Result], name: str) -> None:
     result = jacobi_here(name, "--help")
     assert result.code == 0
-    assert "--dtype {float32,bfloat16}" in result.out
+    assert "--dtype {float32,bfloat16" in result.out
 
 
 def test_help_says_how_the_prompt_is_used(jacobi_here: Callable[..., Result]) -> None:

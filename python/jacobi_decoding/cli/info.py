@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="load a model as well (without a name: the default model) and say which path would run it and why",
     )
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="for --model")
+    shared.add_dtype_argument(parser, packed=True)
     parser.add_argument(
         "--device", type=shared.device, default="cpu", metavar="DEVICE", help="for --model (default: %(default)s)"
     )
@@ -132,17 +132,20 @@ def _cache() -> str | None:
 
 def _model(args: argparse.Namespace) -> dict[str, Any]:
     args.model = args.model or None
-    loaded = shared.load(args, need_tokenizer=False)
+    loaded = shared.load(args, need_tokenizer=False, packed=True)
     from jacobi_decoding import JacobiDecoder
+    from jacobi_decoding.step_engine import StepEngine
 
     decoder = JacobiDecoder(loaded.model, loaded.tokenizer)
     config = loaded.model.config.get_text_config()
+    weights = decoder.engine.weights() if isinstance(decoder.engine, StepEngine) else None
     return {
         "name": loaded.name,
         "source": loaded.source,
         "type": config.model_type,
-        "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
+        "parameters": loaded.model.num_parameters(),
         "dtype": args.dtype,
+        "packed_mb": None if weights is None else round(weights.blob.numel() / 1e6, 1),
         "device": str(decoder.engine.device),
         "backend": decoder.engine.backend,
         "path": decoder.path,
@@ -178,6 +181,8 @@ def _print(facts: dict[str, Any]) -> None:
         model = facts["model"]
         size = f"{model['parameters'] / 1e6:.1f}M parameters"
         rows["model"] = f"{model['name']} ({model['type']}, {size}, {model['dtype']}, {model['device']})"
+        if model["packed_mb"] is not None:
+            rows["weights"] = f"{model['dtype']}, {model['packed_mb']:.0f} MB packed"
         rows["path"] = f"{model['path']}: {model['path_reason']}"
     console = Console(soft_wrap=True, highlight=False)
     for name, value in rows.items():

@@ -15,7 +15,7 @@ from jacobi_decoding.cli.output import cannot_write, check_writable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    shared.add_model_arguments(parser)
+    shared.add_model_arguments(parser, packed=True)
     parser.add_argument("--out", required=True, metavar="FILE", help="a .safetensors file, replaced if it exists")
 
 
@@ -24,13 +24,13 @@ def run(args: argparse.Namespace) -> None:
     if out.suffix != ".safetensors":
         raise CommandError(f"--out must end in .safetensors, got {args.out!r}")
     check_writable(out, "--out")
-    loaded = shared.load(args, need_tokenizer=False)
+    loaded = shared.load(args, need_tokenizer=False, packed=True)
     from safetensors import SafetensorError
 
-    from jacobi_decoding.step_model import describe_step_model
+    from jacobi_decoding.weights_source import weights_source
     from jacobi_kernels.step_weights import save_step_weights
 
-    weights = describe_step_model(loaded.model).pack()
+    weights = weights_source(loaded.model).weights()
     try:
         save_step_weights(weights, out)
     except (OSError, SafetensorError) as error:
