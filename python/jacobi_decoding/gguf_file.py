@@ -20,7 +20,7 @@ from jacobi_decoding.errors import LoadError
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_MOST_NAME = 1 << 16  # bytes of a key or name; longer ones mean a damaged file
+_MOST = 1 << 30  # bytes of a value; longer ones mean a damaged file
 
 
 @dataclass(frozen=True)
@@ -100,29 +100,35 @@ def check_gguf_magic(path: Path, head: bytes) -> None:
 
 
 def _string(file: BinaryIO) -> str:
+    return file.read(_length(file)).decode()
+
+
+def _length(file: BinaryIO) -> int:
+    """The length of a string, which stands before it."""
     (length,) = struct.unpack("<Q", file.read(8))
-    if length > _MOST_NAME:
-        raise ValueError("name")
-    return file.read(length).decode()
+    if length > _MOST:
+        raise ValueError("length")
+    return int(length)
 
 
 def _value(file: BinaryIO, kind: int) -> object:
     """A scalar or a string; an array is stepped over and is None."""
     if kind == _STRING:
-        (length,) = struct.unpack("<Q", file.read(8))
-        return file.read(length).decode()
+        return _string(file)
     if kind in _SCALARS:
         code = "<" + _SCALARS[kind]
         return struct.unpack(code, file.read(struct.calcsize(code)))[0]
     if kind != _ARRAY:
         raise ValueError("type of a value")
     item, length = struct.unpack("<IQ", file.read(12))
+    if length > _MOST:
+        raise ValueError("length")
     if item in _SCALARS:
         file.seek(length * struct.calcsize("<" + _SCALARS[item]), os.SEEK_CUR)
     else:
         for _ in range(length):
             if item == _STRING:
-                file.seek(struct.unpack("<Q", file.read(8))[0], os.SEEK_CUR)
+                file.seek(_length(file), os.SEEK_CUR)
             else:
                 _value(file, item)
     return None
