@@ -12,9 +12,19 @@ if TYPE_CHECKING:
     from jacobi_decoding.custom_generate import jacobi_generate
     from jacobi_decoding.decoder import JacobiDecoder, generate
     from jacobi_decoding.loading import LoadedModel, LoadError, load_model
+    from jacobi_decoding.packed_model import PackedModel
     from jacobi_decoding.stats import DecodeStats
 
-__all__ = ["DecodeStats", "JacobiDecoder", "LoadError", "LoadedModel", "generate", "jacobi_generate", "load_model"]
+__all__ = [
+    "DecodeStats",
+    "JacobiDecoder",
+    "LoadError",
+    "LoadedModel",
+    "PackedModel",
+    "generate",
+    "jacobi_generate",
+    "load_model",
+]
 
 _MODULES = {
     "JacobiDecoder": "decoder",
@@ -23,6 +33,7 @@ _MODULES = {
     "LoadError": "loading",
     "LoadedModel": "loading",
     "load_model": "loading",
+    "PackedModel": "packed_model",
     "DecodeStats": "stats",
 }
 

@@ -41,8 +41,8 @@ StepCallback = Callable[[DecodeState], None]
 class JacobiDecoder:
     """Decodes one model; keeps its packed weights between calls.
 
-    model: a transformers causal language model (float32 or bfloat16, on the CPU or a CUDA GPU), or what ``load_model``
-    takes: a folder, a .gguf file, a cached hub id.
+    model: a transformers causal language model (float32 or bfloat16, on the CPU or a CUDA GPU), a PackedModel (step
+    path on the CPU), or what ``load_model`` takes: a folder, a .gguf file, a cached hub id. dtype: of the latter.
     path: 'step' (each step is one op; Llama-like models), 'modules' (the model's own modules call our kernels) or
     'auto' (step where the model allows it). ``path`` and ``path_reason`` tell which one runs and why.
     device: 'cpu', 'cuda' or 'cuda:N', to which the model is moved; by default a model stays where it is and a name is

@@ -21,6 +21,7 @@ from jacobi_decoding.errors import LoadError
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MOST = 1 << 30  # bytes of a value; longer ones mean a damaged file
+_MOST_DIMENSIONS = 4  # ggml's
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class GgufFile:
         found: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
         for _ in range(tensors):
             name, (dimensions,) = _string(file), struct.unpack("<I", file.read(4))
+            if not 1 <= dimensions <= _MOST_DIMENSIONS:
+                raise ValueError("dimensions")
             *shape, kind, offset = struct.unpack(f"<{dimensions}QIQ", file.read(8 * dimensions + 12))
             block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
             row_bytes = shape[0] // block * block_bytes
