@@ -61,7 +61,7 @@ class GgufFile:
         """The bytes of a tensor: uint8 [rows, row_bytes], a copy."""
         tensor = self.tensors[name]
         data = bytearray(tensor.size)
-        with self.path.open("rb", buffering=0) as file:
+        with self.path.open("rb") as file:
             file.seek(tensor.offset)
             if file.readinto(data) != len(data):
                 raise LoadError(f"{str(self.path)!r} is truncated; copy or download the file again")
