@@ -14,25 +14,28 @@ from tests.sanitize.drivers import ADDRESS, AVAILABLE, THREAD, build, drive, usa
 from tests.sanitize.states import Decoding, arrays, decode, dump, start, step_weights
 
 SHORT = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 332], [2], [7, 8, 7, 8, 7, 8, 7]]
-LONG = [(5 * i * i + i // 7) % 333 for i in range(600)]  # keys of three spans
+LONG = [(5 * i * i + i // 7) % 333 for i in range(530)]  # keys of three spans
 
 DECODINGS = {
     "one": Decoding("tied", SHORT[:1], Case(6, 2, 3)),
-    "batch": Decoding("separate", SHORT, Case(8, 3, 2), asked=3),
-    "fewer threads than asked for": Decoding("separate", SHORT, Case(8, 2, 2), asked=4, granted=2),
-    "pages": Decoding("tied", SHORT, Case(4, 2, 3, chain_capacity=9, page_size=5), asked=2),
-    "one token a step": Decoding("separate", SHORT, Case(page_size=64, new_tokens=9), asked=3),
-    "sampled": Decoding("separate", SHORT, Case(5, 2, 1, temperature=0.9), asked=2),
-    "filtered": Decoding("separate", SHORT, Case(4, 1, 2, page_size=3, temperature=0.9), asked=3, filters=True),
+    "batch": Decoding("separate", SHORT, Case(8, 3, 2, new_tokens=14), asked=3),
+    "fewer threads than asked for": Decoding("separate", SHORT, Case(8, 2, 2, new_tokens=10), asked=4, granted=2),
+    "pages": Decoding("tied", SHORT, Case(4, 2, 3, chain_capacity=9, page_size=5, new_tokens=14), asked=2),
+    "one token a step": Decoding("separate", SHORT, Case(page_size=64, new_tokens=6), asked=3),
+    "sampled": Decoding("separate", SHORT, Case(5, 2, 1, temperature=0.9, new_tokens=12), asked=2),
+    "filtered": Decoding(
+        "separate", SHORT, Case(4, 1, 2, page_size=3, temperature=0.9, new_tokens=12), asked=3, filters=True
+    ),
     "many rows": Decoding(
         "tied", [LONG[:130], LONG[:1], LONG[:97]], Case(65, 2, 1, new_tokens=80), asked=2, most_steps=3
     ),
-    "long": Decoding("tied", [LONG], Case(4, 1, 1, chain_capacity=300, new_tokens=6), asked=4),
+    "long": Decoding("tied", [LONG], Case(4, 1, 1, chain_capacity=300, new_tokens=4), asked=4),
 }
-CASES = [(name, format) for name in DECODINGS for format in FORMATS]
+# Attention, which is what "long" is about, depends on the type of the cache only.
+CASES = [(name, f) for name in DECODINGS for f in FORMATS if name != "long" or f in ("float32", "bfloat16")]
 MIXED = {
-    "mixed": Decoding("mixed", SHORT, Case(6, 2, 2, page_size=7), asked=4),
-    "mixed, sampled": Decoding("mixed", SHORT, Case(14, 1, 1, temperature=0.8), asked=2, filters=True),
+    "mixed": Decoding("mixed", SHORT, Case(6, 2, 2, page_size=7, new_tokens=12), asked=4),
+    "mixed, sampled": Decoding("mixed", SHORT, Case(14, 1, 1, temperature=0.8, new_tokens=16), asked=2, filters=True),
 }
 CASES += [(name, "int4") for name in MIXED]
 RACES = [("batch", f) for f in FORMATS] + [("pages", "int8"), ("filtered", "float32"), ("long", "bfloat16")]
@@ -44,7 +47,7 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Programs with AddressSanitizer and UndefinedBehaviorSanitizer."""
     folder = tmp_path_factory.mktemp("address")
     flags = usable(folder, ADDRESS, "libasan and libubsan")
-    build(folder, [*flags, "-DGUARD_ARENA"], ["step_driver", "product_driver"], AVAILABLE)
+    build(folder, [*flags, "-DGUARD_ARENA"], ["step_driver", "product_driver", "rules_driver"], AVAILABLE)
     return folder
 
 
@@ -116,3 +119,12 @@ def test_products_of_all_formats(sanitized: Path) -> None:
     assert result.stderr == ""
     assert result.returncode == 0
     assert [json.loads(line)["products"] >= 4 * 260 for line in result.stdout.splitlines()] == [True] * len(AVAILABLE)
+
+
+def test_rules_on_any_state(sanitized: Path) -> None:
+    """Redraft, acceptance and commit of random states, and of states with values that no step wrote."""
+    result = drive(sanitized / "rules_driver", 3000)
+    assert result.stderr == ""
+    assert result.returncode == 0
+    counts = json.loads(result.stdout)
+    assert min(counts.values()) > 1000, counts
