@@ -4,9 +4,9 @@
 //
 // Tiling: a micro-kernel keeps R rows x P panels of accumulators in registers and walks k; each weight vector that it
 // loads, or makes from bf16, int8 or int4, is used by R rows, each broadcast x by P panels. Up to kMaxRows rows walk k
-// once. More rows are split into near-equal row tiles, which take turns on a block of the panel that stays in the first
-// level cache (widened to float there, once for all tiles) while the next block is prefetched; sums wait in a buffer
-// between blocks. So a weight is read from memory once per call. Reduction order: k = 0, 1, ... in one chain of fma per
+// once, while the next panels are prefetched. More rows are split into near-equal row tiles, which take turns on a block
+// of the panel that stays in the first level cache (widened to float there, once for all tiles) while the next block is
+// prefetched; sums wait in a buffer between blocks. So a weight is read from memory once per call. Reduction order: k = 0, 1, ... in one chain of fma per
 // output. R, P, blocks, the row split and threads cannot change a bit, and a format changes only the values: the sums
 // are those of the float kernel over the widened matrix.
 // Bytes: the packed weights once (per panel and k 64 for float, 32 bf16, 17 int8, 10 int4). Operations: 2 * rows * n *
@@ -129,7 +129,14 @@ inline void tile(const float* x, int64_t x_stride, const W* w, int64_t k, int64_
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
     for (int p = 0; p < P; ++p) acc[r][p] = zero();
+  const char* next = reinterpret_cast<const char*>(w + (panel + P) * stride);
+  const int64_t panel_size = stride * int64_t{sizeof(W)}, step = panel_size / (k + 1) + 1;
   walk<P>(w + panel * stride, stride, 0, k, [&](int64_t i, const vec(&b)[P]) __attribute__((always_inline)) {
+    if constexpr (R > 2) {  // fewer read fast enough for the CPU to keep ahead by itself
+#pragma GCC unroll 8
+      for (int p = 0; p < P; ++p) __builtin_prefetch(next + p * panel_size, 0, 2);
+      next += step;
+    }
     multiply_add<R, P>(x + i, x_stride, b, acc);
   });
   for (int r = 0; r < R; ++r)
