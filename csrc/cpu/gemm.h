@@ -4,13 +4,12 @@
 //
 // Tiling: a micro-kernel keeps R rows x P panels of accumulators in registers and walks k; each weight vector that it
 // loads, or makes from bf16, int8 or int4, is used by R rows, each broadcast x by P panels. Up to kMaxRows rows walk k
-// once, while the next panels are prefetched. More rows are split into near-equal row tiles, which take turns on a block
-// of the panel that stays in the first level cache (widened to float there, once for all tiles) while the next block is
-// prefetched; sums wait in a buffer between blocks. So a weight is read from memory once per call. Reduction order: k = 0, 1, ... in one chain of fma per
-// output. R, P, blocks, the row split and threads cannot change a bit, and a format changes only the values: the sums
-// are those of the float kernel over the widened matrix.
-// Bytes: the packed weights once (per panel and k 64 for float, 32 bf16, 17 int8, 10 int4). Operations: 2 * rows * n *
-// k.
+// once, while the next panels are prefetched. More rows are split into near-equal row tiles, which take turns on a
+// block of the panel that stays in the first level cache (widened to float there, once for all tiles) while the next
+// block is prefetched; sums wait in a buffer between blocks. So a weight is read from memory once per call. Reduction
+// order: k = 0, 1, ... in one chain of fma per output. R, P, blocks, the row split and threads cannot change a bit, and
+// a format changes only the values: the sums are those of the float kernel over the widened matrix. Bytes: the packed
+// weights once (per panel and k 64 for float, 32 bf16, 17 int8, 10 int4). Operations: 2 * rows * n * k.
 #pragma once
 
 #include "common/packed.h"
