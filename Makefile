@@ -1,4 +1,4 @@
-# make demo | test | test-oldest | bench | gpu-compile | build | lint | format | clean | distclean
+# make demo | test | test-oldest | bench | bench-cpu | gpu-compile | build | lint | format | clean | distclean
 #
 # Every verb prepares what it needs: .venv, the pinned torch, the project (editable, extensions built in place) and the
 # demo model.
@@ -18,7 +18,7 @@ PROJECT := .[dev,test,bench]
 SOURCES := $(shell find csrc -type f 2>/dev/null)
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
 
-.PHONY: demo test test-oldest bench gpu-compile build lint format clean distclean
+.PHONY: demo test test-oldest bench bench-cpu gpu-compile build lint format clean distclean
 .DEFAULT_GOAL := build
 
 demo: build
@@ -32,6 +32,10 @@ test-oldest: build $(VENV)-oldest/.built
 
 bench: build
 	$(BIN)/python -m pytest bench --benchmark-only $(ARGS)
+
+# Decode steps and answers beside llama.cpp and transformers, up to 20 minutes; ARGS=--help tells more.
+bench-cpu: build
+	$(BIN)/python -m bench.cpu $(ARGS)
 
 # Every Triton and CUDA kernel for three generations of GPUs; needs nvcc, but no GPU.
 gpu-compile: build

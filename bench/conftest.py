@@ -93,7 +93,7 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
     machine_info["environment"] = environment()
     if LIMITS in config.stash:
         limits = config.stash[LIMITS]
-        machine_info["limits"] = {"read": limits.read, "fma": limits.fma, "source": limits.source}
+        machine_info["limits"] = {"read": limits.read, "fma": limits.fma, "int8": limits.int8, "source": limits.source}
 
 
 def pytest_terminal_summary(config: pytest.Config) -> None:

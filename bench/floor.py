@@ -1,9 +1,10 @@
 """What the machine can do at most, and the least time that an operation can take there.
 
-Read bandwidth and float32 FMA peak are measured with as many threads as torch uses by the loops of machine_limits.c,
-which the C compiler builds for this machine. Where there is no compiler, torch.sum over a large tensor and a large
-torch.mm stand in; both are slower than the limit, so shares come out too high there. The best run counts, before and
-after the benchmarks: other programs can only make a run slower.
+Read bandwidth, float32 FMA peak and the rate of 8-bit products are measured with as many threads as torch uses by the
+loops of machine_limits.c, which the C compiler builds for this machine. Where there is no compiler, torch.sum over a
+large tensor and a large torch.mm stand in (8-bit products count like float32 ones); both are slower than the limit, so
+shares come out too high there. The best run counts, before and after the benchmarks: other programs can only make a run
+slower.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Limits:
-    """read: bytes per second from memory; fma: float32 operations per second; source: how they were measured."""
+    """read: bytes per second from memory; fma: float32 operations per second; int8: operations per second on bytes with
+    32-bit sums, by vector instructions (matrix units such as AMX do more); source: how they were measured."""
 
     read: float
     fma: float
+    int8: float
     source: str
 
     def floor(self, work: Work) -> float:
@@ -54,19 +57,22 @@ class Limits:
 
     def or_better(self, other: Limits) -> Limits:
         """The higher of both, each for itself."""
-        return Limits(max(self.read, other.read), max(self.fma, other.fma), self.source)
+        return Limits(max(self.read, other.read), max(self.fma, other.fma), max(self.int8, other.int8), self.source)
 
     def __str__(self) -> str:
-        return f"read {self.read / 1e9:.1f} GB/s, float32 FMA {self.fma / 1e9:.0f} GFLOP/s ({self.source})"
+        return (
+            f"read {self.read / 1e9:.1f} GB/s, float32 FMA {self.fma / 1e9:.0f} GFLOP/s, "
+            f"int8 {self.int8 / 1e9:.0f} GOP/s ({self.source})"
+        )
 
 
-def measure_limits() -> Limits:
-    """Takes a second or two."""
+def measure_limits(repeats: int = REPEATS) -> Limits:
+    """The best of ``repeats`` runs of each loop; a second or two with the default."""
     library = _compiled()
-    return _torch_limits() if library is None else _native_limits(library)
+    return _torch_limits(repeats) if library is None else _native_limits(library, repeats)
 
 
-def _native_limits(library: ctypes.CDLL) -> Limits:
+def _native_limits(library: ctypes.CDLL, repeats: int) -> Limits:
     threads = torch.get_num_threads()
     data = torch.ones(READ_BYTES // 4)
     library.read_window_floats.restype = ctypes.c_long
@@ -74,29 +80,38 @@ def _native_limits(library: ctypes.CDLL) -> Limits:
     part = data.numel() // threads // window * window
     library.read_floats.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.fma_loop.argtypes = [ctypes.c_long]
-    library.fma_operations_per_step.restype = ctypes.c_long
-    steps = library.fma_operations_per_step()
+    library.int8_loop.argtypes = [ctypes.c_long]
+    for count in (library.fma_operations_per_step, library.int8_operations_per_step):
+        count.restype = ctypes.c_long
+    operations = threads * FMA_STEPS
     with ThreadPoolExecutor(threads) as pool:
 
         def everywhere(work: Callable[[int], object]) -> Callable[[], object]:
             return lambda: list(pool.map(work, range(threads)))  # ctypes gives the interpreter's lock back
 
-        read = _best(everywhere(lambda i: library.read_floats(data.data_ptr() + 4 * part * i, part)))
-        fma = _best(everywhere(lambda _: library.fma_loop(FMA_STEPS)))
-    return Limits(4 * part * threads / read, threads * FMA_STEPS * steps / fma, "machine_limits.c")
+        read = _best(everywhere(lambda i: library.read_floats(data.data_ptr() + 4 * part * i, part)), repeats)
+        fma = _best(everywhere(lambda _: library.fma_loop(FMA_STEPS)), repeats)
+        int8 = _best(everywhere(lambda _: library.int8_loop(FMA_STEPS)), repeats)
+    return Limits(
+        4 * part * threads / read,
+        operations * library.fma_operations_per_step() / fma,
+        operations * library.int8_operations_per_step() / int8,
+        "machine_limits.c",
+    )
 
 
-def _torch_limits() -> Limits:
+def _torch_limits(repeats: int) -> Limits:
     data, size = torch.ones(READ_BYTES // 4), 2048
     a = torch.ones(size, size)
-    return Limits(READ_BYTES / _best(data.sum), 2 * size**3 / _best(lambda: torch.mm(a, a)), "torch, no C compiler")
+    fma = 2 * size**3 / _best(lambda: torch.mm(a, a), repeats)
+    return Limits(READ_BYTES / _best(data.sum, repeats), fma, fma, "torch, no C compiler")
 
 
-def _best(run: Callable[[], object]) -> float:
-    """Seconds of the fastest of REPEATS runs."""
+def _best(run: Callable[[], object], repeats: int) -> float:
+    """Seconds of the fastest of ``repeats`` runs, behind one that is not counted."""
     run()
     seconds = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)
