@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -23,8 +22,7 @@ TABLES = {
     "avx2": ["-mavx2", "-mfma"],
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-Wno-maybe-uninitialized"],
 }
-HERE_TOO = [name for name in TABLES if name in available_isas()] if platform.machine() in ("x86_64", "AMD64") else []
-AVAILABLE = HERE_TOO or ["scalar"]
+AVAILABLE = [name for name in TABLES if name in available_isas()]
 
 FLAGS = ["-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wno-psabi", "-pthread"]
 ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]

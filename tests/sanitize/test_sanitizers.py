@@ -13,6 +13,8 @@ from tests.cuda.grid import Case
 from tests.sanitize.drivers import ADDRESS, AVAILABLE, THREAD, build, drive, usable
 from tests.sanitize.states import Decoding, arrays, decode, dump, start, step_weights
 
+pytestmark = pytest.mark.slow
+
 SHORT = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 332], [2], [7, 8, 7, 8, 7, 8, 7]]
 LONG = [(5 * i * i + i // 7) % 333 for i in range(530)]  # keys of three spans
 
