@@ -98,7 +98,7 @@ def load(model: str, repacks: bool) -> Any:
 def survives(model: str) -> bool:
     """Whether a process that repacks the model's weights decodes some tokens without crashing.
 
-    gcc 12 and older compile llama.cpp's AMX code into a fault: their _tile_loadconfig reads 64 bytes and declares 8.
+    gcc 12 compiles llama.cpp's AMX code into a fault: its _tile_loadconfig reads 64 bytes and declares 8.
     """
     command = [sys.executable, "-m", "bench.cpu.llama_engine", model]
     return subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode >= 0

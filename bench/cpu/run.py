@@ -21,6 +21,10 @@ from bench.environment import ROOT
 from jacobi_decoding.cli import note
 
 Result = dict[str, Any]
+NO_AMX = (
+    "as it is compiled here it crashes with weights in its layouts for this CPU, so it is measured without them; "
+    "compiled correctly (gcc 12 breaks its AMX code) 16 tokens and more took it a half to a third of the time"
+)
 CONVERTED = ROOT / ".cache" / "bench"  # .gguf files in llama.cpp's formats; ignored by git
 
 
@@ -101,6 +105,8 @@ def measure_format(
         worker = workers.get(*contender.worker)
         if worker is not None:
             result["engines"][str(contender)] = worker.facts
+            if worker.facts.get("repacks") is False and (warning := f"{contender}: {NO_AMX}") not in result["notes"]:
+                result["notes"].append(warning)
     cases = [(MAIN_CONTEXT, tokens) for tokens in plan.tokens]
     rows = measure_steps(workers, cases, lineup(name), plan.rounds, over, ceiling)
     result["steps"] += [row | {"part": "main"} for row in rows]
