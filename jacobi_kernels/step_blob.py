@@ -68,6 +68,8 @@ class BlobPlan:
             for name, to in zip(names, part.view(torch.float32).split(list(sizes)), strict=True):
                 if name in self.tensors:
                     to.copy_(self._floats(name, (to.numel(),)))
+                    if not bool(torch.isfinite(to).all()):
+                        raise ValueError(f"{name} holds NaN or infinity")
 
         if required:
             self._check_present(names)

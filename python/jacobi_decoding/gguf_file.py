@@ -82,6 +82,8 @@ class GgufFile:
                 raise ValueError("dimensions")
             *shape, kind, offset = struct.unpack(f"<{dimensions}QIQ", file.read(8 * dimensions + 12))
             block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+            if shape[0] % block:
+                raise ValueError("length of a row")
             row_bytes = shape[0] // block * block_bytes
             found[name] = GGMLQuantizationType(kind).name, tuple(reversed(shape)), row_bytes, offset
         alignment = self.metadata.get("general.alignment", 32)

@@ -28,6 +28,8 @@ class TensorFiles(Protocol):
         """'float', 'int8' or 'int4': what ``read`` gives."""
         ...
 
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
     def read(self, name: str) -> Tensor | GroupedMatrix: ...
 
 
@@ -60,6 +62,12 @@ class SafetensorsFiles:
     def kind(self, name: str) -> str:
         return "float"
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        from safetensors import safe_open
+
+        with safe_open(self._files[name], "pt") as file:
+            return tuple(file.get_slice(name).get_shape())
+
     def read(self, name: str) -> Tensor:
         from safetensors import safe_open
 
@@ -86,14 +94,18 @@ class GgufTensors:
             raise UnsupportedModelError(str(file.path), why, "convert the model to a safetensors folder")
         self._names = get_tensor_name_map(found[0], config.num_hidden_layers)
         # llama.cpp interleaves the halves that rotate-half rotates, in this architecture only.
-        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-        self._heads = heads if architecture == "llama" else {}
+        self._heads: dict[str, int] = {}
+        if architecture == "llama":
+            self._heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
 
     def __contains__(self, name: object) -> bool:
         return self._gguf_name(str(name)) in self._file.tensors
 
     def kind(self, name: str) -> str:
         return _GROUPED.get(self._file.tensors[self._gguf_name(name)].kind, "float")
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file.tensors[self._gguf_name(name)].shape
 
     def read(self, name: str) -> Tensor | GroupedMatrix:
         name = self._gguf_name(name)

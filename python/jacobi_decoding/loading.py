@@ -226,7 +226,7 @@ def _generation_config(folder: Path | str | None, config: Any) -> Any:
     if folder is not None:
         try:
             return GenerationConfig.from_pretrained(str(folder), local_files_only=True)
-        except OSError:
+        except (OSError, ValueError, TypeError):  # none, or a damaged one
             pass
     return GenerationConfig.from_model_config(config)
 

@@ -13,6 +13,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,9 @@ def cached_gguf(
 def _new_folder(root: Path) -> Path | None:
     try:
         root.mkdir(parents=True, exist_ok=True)
+        for left in root.glob(".part-*"):  # by processes that were killed; a copy takes a minute, not a day
+            if time.time() - left.stat().st_mtime > 86400:
+                shutil.rmtree(left, ignore_errors=True)
         return Path(tempfile.mkdtemp(prefix=".part-", dir=root))
     except OSError:
         return None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from jacobi_decoding.devices import DeviceError, interpreted
-from jacobi_decoding.errors import LoadError, first_line
+from jacobi_decoding.errors import LoadError, UnsupportedModelError, first_line
 from jacobi_decoding.lazy_weights import LazyWeights, TensorFiles
 from jacobi_decoding.packed_model import PackedModel
 from jacobi_decoding.step_config import step_config, step_shapes
@@ -35,14 +35,19 @@ def load_packed(config: Any, generation_config: Any, files: TensorFiles, format:
     """
     from safetensors import SafetensorError
 
-    step = step_config(config)
-    names = _names(config, files, source)
+    try:
+        step = step_config(config)
+    except UnsupportedModelError:
+        raise
+    except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as error:
+        raise LoadError(f"the configuration of {source!r} is damaged: {first_line(error)}; copy it again") from error
     dtype = torch.bfloat16 if format == "bfloat16" else torch.float32
     try:
+        names = _names(config, files, source)
         weights = pack_step_weights(LazyWeights(files, names, dtype), step, format)
     except LoadError:
         raise
-    except (OSError, ValueError, NotImplementedError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise damaged_weights(source, error) from error
     return PackedModel(config, generation_config, weights, step)
 
@@ -75,6 +80,9 @@ def _names(config: Any, files: TensorFiles, source: str) -> dict[str, str]:
     missing = [name for name in wanted if not found.get(name)]
     if missing:
         raise missing_weights(source, missing)
+    for name, shape in wanted.items():  # before memory is taken for what the configuration says
+        if files.shape(found[name]) != shape:
+            raise ValueError(f"{name} must have shape {list(shape)}, got {list(files.shape(found[name]))}")
     return found
 
 

@@ -26,6 +26,8 @@ def step_config(config: Any) -> StepConfig:
     name, c = step_class(config), config
     if c.hidden_act not in ("silu", "swish"):
         raise step_refusal(name, f"its activation is {c.hidden_act}, not SiLU")
+    if _head_dim(c) > 256:
+        raise step_refusal(name, f"its heads have {_head_dim(c)} dimensions, more than 256")
     inv_freq, rope_scale = _rotary(name, c)
     return StepConfig(
         num_layers=c.num_hidden_layers,

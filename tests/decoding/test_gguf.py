@@ -195,3 +195,18 @@ def test_without_a_copy(smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert direct.tokenizer(text)["input_ids"] == smollm2.tokenizer(text)["input_ids"]
     for name in ("eos_token_id", "pad_token_id"):
         assert getattr(direct.model.generation_config, name) == getattr(copied.model.generation_config, name)
+
+
+def test_architectures_without_kv_heads(tmp_path: Path) -> None:
+    """Their files can be opened; that the step cannot run them is for the configuration to say."""
+    from transformers import GPT2Config
+
+    from jacobi_decoding.packed_loading import load_packed
+
+    content = write(tmp_path / "some.gguf", "llama").read_bytes()
+    renamed = tmp_path / "renamed.gguf"
+    key = b"general.architecture\x08\0\0\0%c\0\0\0\0\0\0\0%s"
+    renamed.write_bytes(content.replace(key % (5, b"llama"), key % (5, b"bloom")))
+    config = GPT2Config()
+    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel on the step path"):
+        load_packed(config, None, GgufTensors(GgufFile(renamed), config), "float32", "renamed")

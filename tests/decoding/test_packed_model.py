@@ -200,6 +200,7 @@ NORM, DOWN = "model__norm__weight", "model__layers__1__mlp__down_proj__weight"
         ({DOWN: torch.zeros(64, 99)}, r"down_proj\.weight must have shape \[64, 100\]"),
         ({NORM: torch.ones(65)}, r"norm\.weight must have shape \[64\]"),
         ({DOWN: torch.full((64, 100), torch.nan)}, "down_proj.weight holds NaN"),
+        ({NORM: torch.full((64,), torch.inf)}, "norm.weight holds NaN or infinity"),
     ],
 )
 def test_tensors_that_do_not_fit(tmp_path: Path, format: str, changes: dict[str, Any], words: str) -> None:
@@ -229,3 +230,26 @@ def test_damaged_files(tmp_path: Path) -> None:
     index.unlink()
     with pytest.raises(UnsupportedModelError, match=r"not in .*safetensors files"):
         load_model(tmp_path, packed=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"intermediate_size": 10**9}, r"must have shape \[1000000000, 64\]"),  # found before memory is taken for it
+        ({"num_key_value_heads": 3}, "configuration of .* is damaged"),
+        ({"num_hidden_layers": 0}, "configuration of .* is damaged|num_layers"),
+    ],
+)
+def test_configurations_that_do_not_fit(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+    saved(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    with pytest.raises(LoadError, match=words) as found:
+        load_model(tmp_path, packed=True)
+    assert "\n" not in str(found.value)
+
+
+def test_damaged_generation_config(tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / "generation_config.json").write_text("[]")
+    assert load_model(tmp_path, packed=True).model.generation_config is not None
