@@ -23,7 +23,7 @@ from jacobi_decoding.cli import note
 Result = dict[str, Any]
 NO_AMX = (
     "as it is compiled here it crashes with weights in its layouts for this CPU, so it is measured without them; "
-    "compiled correctly (gcc 12 breaks its AMX code) 16 tokens and more took it a half to a third of the time"
+    "a compiler that does not break its AMX code, as gcc 12 does, may make it much faster at 16 tokens and more"
 )
 CONVERTED = ROOT / ".cache" / "bench"  # .gguf files in llama.cpp's formats; ignored by git
 

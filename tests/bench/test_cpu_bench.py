@@ -21,6 +21,9 @@ from bench.cpu.gguf_files import TYPES, converted
 from bench.cpu.plan import FULL, comparisons
 from bench.cpu.ratios import quartiles, ratios
 from bench.cpu.targets import targets
+from bench.decode_setup import DecodeSetup
+from bench.step_phases import phases
+from jacobi_decoding import load_model
 from tests.conftest import ROOT
 
 MACHINE = {"read_gb_s", "fp32_gflop_s", "int8_gop_s", "threads", "cpu"}
@@ -196,3 +199,11 @@ def test_weights_for_llama_cpp_keep_their_values(tmp_path: Path, form: str) -> N
     assert converted(source, form, tmp_path / "made") == target
     assert list((tmp_path / "made").iterdir()) == [target]
     assert converted(source, "q4_1", tmp_path / "made") == source
+
+
+def test_step_phases_add_up_to_the_step(folder: Path) -> None:
+    weights = load_model(folder, packed=True).model.weights
+    found = phases(DecodeSetup(weights, rows=3, cached=20), steps=2)
+    assert found.keys() == {"linear", "norm_rope", "attention", "verify", "commit", "redraft"}
+    assert min(found.values()) >= 0
+    assert found["linear"] > 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -27,6 +29,14 @@ def small_weights(dtype: torch.dtype, device: str) -> StepWeights:
     """Weights large enough that greedy text is not one repeated token."""
     tensors = {n: 3 * t if t.dim() == 2 else t for n, t in SMALL.random_tensors(torch.float32).items()}
     return pack_step_weights(tensors, SMALL.step_config(), dtype).to(device)
+
+
+def need_cooperative() -> None:
+    """Skip without nvcc; where it is, the cooperative step must have been built."""
+    if not cooperative_is_built():
+        if shutil.which("nvcc") is not None:
+            pytest.fail("nvcc is here, but jacobi_kernels._C_cuda is not built: run make build again")
+        pytest.skip("needs nvcc, without which the cooperative step is not built: install CUDA's compiler, make build")
 
 
 def cooperative_is_built() -> bool:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.gpu.helpers import Decoder, Drafting, assert_same_decoding, cooperative_is_built, decode, small_weights
+from tests.gpu.helpers import Decoder, Drafting, assert_same_decoding, decode, need_cooperative, small_weights
 
 FLOATS = [torch.float32, torch.bfloat16]
 WAYS = [
@@ -55,16 +55,14 @@ def test_graph_replay_equals_launches(gpu: str, dtype: torch.dtype, way: Draftin
 
 @pytest.mark.parametrize("way", [Drafting(), *WAYS], ids=str)
 def test_cooperative_equals_launches(gpu: str, way: Drafting) -> None:
-    if not cooperative_is_built():
-        pytest.skip("_C_cuda is not built")
+    need_cooperative()
     weights = small_weights(torch.float32, gpu)
     cooperative = decode(weights, way, op=torch.ops.jacobi._cooperative_step.default)
     assert cooperative.texts() == decode(weights, way).texts()
 
 
 def test_cooperative_block_sizes(gpu: str) -> None:
-    if not cooperative_is_built():
-        pytest.skip("_C_cuda is not built")
+    need_cooperative()
     weights, op = small_weights(torch.bfloat16, gpu), torch.ops.jacobi._cooperative_step.default
     one_by_one = decode(weights, Drafting(), op=op)
     for way in WAYS:
